@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target works on a bare clone: it makes .venv and installs the pinned packages first.
+#   make serve ARGS="--port 31000"    arguments go to the server
+#   make test ARGS="-k planes"        arguments go to pytest
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint format bench schema clean
+
+help:
+	@echo "make serve | test | lint | format | bench | schema | clean"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -x $(PY) || { \
+	  for py in $(PYTHON) python3.11 python3.12 python3; do \
+	    "$$py" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null \
+	      && { "$$py" -m venv $(VENV); exit; }; \
+	  done; \
+	  echo "error: no Python 3.11 or 3.12 found; install one or set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PY) -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+serve: $(STAMP)
+	$(PY) -m sglang_sparse.serve_reference $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest -m "not gpu" $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(STAMP)
+	$(PY) kernels/bench/run.py $(ARGS)
+
+schema: $(STAMP)
+	$(PY) -m sglang_sparse.cli schema --write
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: the Triton interpreter where there is no GPU, and the `gpu` marker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+HAS_GPU = Path("/dev/nvidiactl").exists()
+
+if not HAS_GPU:
+    # Triton reads this when a kernel is decorated, hence before any test module is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on a machine that has no NVIDIA GPU."""
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
