@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of sparse decode attention, each beside its plain PyTorch reference.
+
+An operator is a folder: ``reference.py`` defines it, ``kernel.py`` is the Triton implementation,
+``api.py`` validates and dispatches on ``impl``, and never falls back to another implementation.
+"""
+
+from .attend import gathered_decode_attention, make_workspace, workspace_bytes
+from .plan import DENSE_REQUEST, DecodePlan, plan_decode, snapshot_page_table
+from .planes import (
+    SKETCH_DTYPES,
+    PlaneBuffers,
+    SketchFormat,
+    dequantize_sketch,
+    quantize_sketch,
+    update_planes,
+)
+from .score import page_minmax_score, select_channels, sketch_score
+from .select import (
+    BLOCK_UNITS,
+    TopkWorkspace,
+    make_topk_workspace,
+    select_topk,
+    topk_workspace_bytes,
+)
+
+__all__ = [
+    "BLOCK_UNITS",
+    "DENSE_REQUEST",
+    "SKETCH_DTYPES",
+    "DecodePlan",
+    "PlaneBuffers",
+    "SketchFormat",
+    "TopkWorkspace",
+    "dequantize_sketch",
+    "gathered_decode_attention",
+    "make_topk_workspace",
+    "make_workspace",
+    "page_minmax_score",
+    "plan_decode",
+    "quantize_sketch",
+    "select_channels",
+    "select_topk",
+    "sketch_score",
+    "snapshot_page_table",
+    "topk_workspace_bytes",
+    "update_planes",
+    "workspace_bytes",
+]

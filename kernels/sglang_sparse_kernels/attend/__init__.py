@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention over selected units and a contiguous tail."""
+
+from .api import gathered_decode_attention
+from .types import make_workspace, workspace_bytes
+
+__all__ = ["gathered_decode_attention", "make_workspace", "workspace_bytes"]

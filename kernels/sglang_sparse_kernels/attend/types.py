@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch memory of the split-KV decode attention, and how many splits it takes."""
+
+from functools import cache
+
+import torch
+
+CTAS_PER_SM = 4
+MIN_SPLIT_TOKENS = 32
+MAX_SPLITS = 64
+HOST_PROCESSORS = 2
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return HOST_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _target_programs(device: torch.device) -> int:
+    return CTAS_PER_SM * _multiprocessors(device)
+
+
+def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch.device) -> int:
+    """Splits of the KV length that fill the device; fixed by the shapes, not by the data."""
+    fill = -(-_target_programs(device) // (rows * num_kv_heads))
+    useful = -(-capacity_tokens // MIN_SPLIT_TOKENS)
+    return max(1, min(fill, useful, MAX_SPLITS))
+
+
+def workspace_bytes(
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> int:
+    """Bytes that :func:`make_workspace` allocates."""
+    programs = _target_programs(torch.device(device)) + max_rows * num_kv_heads
+    return 4 * programs * (num_heads // num_kv_heads) * (head_dim + 1)
+
+
+def make_workspace(
+    max_rows: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """Scratch of :func:`gathered_decode_attention` for batches of up to ``max_rows`` rows.
+
+    Args:
+        max_rows: largest batch (R).
+        num_heads: query heads (H * G) of this rank.
+        num_kv_heads: KV heads (H) of this rank.
+        head_dim: D.
+        device: where it lives.
+
+    Returns:
+        A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call.
+    """
+    size = workspace_bytes(max_rows, num_heads, num_kv_heads, head_dim, device)
+    return torch.zeros(size // 4, dtype=torch.float32, device=device)

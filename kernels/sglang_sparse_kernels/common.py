@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every operator shares: the implementation switch and argument checks."""
+
+from typing import Literal, get_args
+
+import torch
+
+Impl = Literal["triton", "torch"]
+Reduce = Literal["max", "sum"]
+
+IMPLS: tuple[str, ...] = get_args(Impl)
+REDUCES: tuple[str, ...] = get_args(Reduce)
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError, listing the valid names, unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+
+
+def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``tensor`` has ``shape`` (-1 matches any extent)."""
+    fits = tensor.dim() == len(shape) and all(
+        want in (-1, have) for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} (-1: any)")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:
+    """Raise ValueError unless ``tensor.dtype`` is one of ``allowed``."""
+    if tensor.dtype not in allowed:
+        names = ", ".join(str(dtype) for dtype in allowed)
+        raise ValueError(f"{name} is {tensor.dtype}, expected {names}")
+
+
+def check_contiguous(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless ``tensor`` is contiguous (kernels address it without strides)."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Precision a reference computes in: float64 for float64 inputs, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def group_size(query_heads: int, kv_heads: int) -> int:
+    """Query heads per KV head (G); raises ValueError if they do not divide."""
+    if kv_heads <= 0 or query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads do not divide over {kv_heads} KV heads")
+    return query_heads // kv_heads
+
+
+def next_power_of_2(value: int) -> int:
+    """Smallest power of two that is at least ``value`` (1 for values below 1)."""
+    return 1 << max(value - 1, 0).bit_length()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain PyTorch definition of the planes, from the KV rows."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .types import FP8_MAX, INT8_MAX, PlaneBuffers
+
+
+def quantize_sketch(
+    keys: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Keys [..., D] in the sketch's ``dtype``, with the int8 scale [...] float32 or None.
+
+    fp8 saturates at +-448; int8 is symmetric per token and head, rounding halves to even.
+    """
+    if dtype == torch.float8_e4m3fn:
+        return keys.clamp(-FP8_MAX, FP8_MAX).to(dtype), None
+    if dtype == torch.int8:
+        keys = keys.float()
+        scale = keys.abs().amax(-1) / INT8_MAX
+        safe = torch.where(scale > 0, scale, 1.0)
+        return (keys / safe[..., None]).round().to(dtype), scale
+    return keys.to(dtype), None
+
+
+def dequantize_sketch(
+    sketch: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Sketch [..., D, P] in ``dtype``, times the scale [..., P] where there is one."""
+    values = sketch.to(dtype)
+    return values if scale is None else values * scale.to(dtype)[..., None, :]
+
+
+def _flat_ranges(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(row, value) of every integer of the half-open ranges [start, end), rows in order."""
+    lengths = (end - start).clamp(min=0).long()
+    rows = torch.repeat_interleave(torch.arange(len(lengths), device=start.device), lengths)
+    within = torch.arange(len(rows), device=start.device) - (lengths.cumsum(0) - lengths)[rows]
+    return rows, start.long()[rows] + within
+
+
+def _update_sketch(
+    k_layers: Sequence[torch.Tensor],
+    planes: PlaneBuffers,
+    page_table: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    page_size: int,
+) -> None:
+    assert planes.key_sketch is not None
+    rows, positions = _flat_ranges(start, end)
+    pages = page_table[rows, positions // page_size].long()
+    offsets = positions % page_size
+    for layer, keys in enumerate(k_layers):
+        sketch, scale = quantize_sketch(keys[pages * page_size + offsets], planes.key_sketch.dtype)
+        plane = planes.key_sketch[layer]
+        if plane.dtype == torch.float8_e4m3fn:
+            # Indexed writes of fp8 are not implemented everywhere; the bytes are the same.
+            plane, sketch = plane.view(torch.uint8), sketch.view(torch.uint8)
+        plane[pages, :, :, offsets] = sketch
+        if scale is not None:
+            assert planes.key_sketch_scale is not None
+            planes.key_sketch_scale[layer, pages, :, offsets] = scale
+
+
+def _update_bounds(
+    k_layers: Sequence[torch.Tensor],
+    planes: PlaneBuffers,
+    page_table: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    page_size: int,
+) -> None:
+    assert planes.page_min is not None
+    assert planes.page_max is not None
+    unit = planes.logical_page
+    some = end > start
+    rows, logical = _flat_ranges(
+        torch.where(some, start // unit, 0), torch.where(some, (end + unit - 1) // unit, 0)
+    )
+    first = logical * unit
+    pages = page_table[rows, first // page_size].long()
+    entries = pages * (page_size // unit) + first % page_size // unit
+    within = torch.arange(unit, device=start.device)
+    slots = (pages * page_size + first % page_size)[:, None] + within
+    written = (first[:, None] + within < end[rows, None])[..., None, None]
+    for layer, all_keys in enumerate(k_layers):
+        keys = all_keys[slots]
+        planes.page_min[layer, entries] = keys.masked_fill(~written, float("inf")).amin(1)
+        planes.page_max[layer, entries] = keys.masked_fill(~written, float("-inf")).amax(1)
+
+
+def update_planes_reference(
+    k_layers: Sequence[torch.Tensor],
+    planes: PlaneBuffers,
+    page_table: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    *,
+    page_size: int,
+) -> None:
+    """See :func:`sglang_sparse_kernels.update_planes`."""
+    if planes.key_sketch is not None:
+        _update_sketch(k_layers, planes, page_table, start, end, page_size)
+    if planes.page_min is not None:
+        _update_bounds(k_layers, planes, page_table, start, end, page_size)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain PyTorch definition of the scores that selection ranks."""
+
+import torch
+
+from ..common import accumulate_dtype, group_size
+from ..plan import DecodePlan
+
+
+def select_channels_reference(
+    q: torch.Tensor,
+    channels: torch.Tensor,
+    list_rows: torch.Tensor,
+    refresh: torch.Tensor,
+    k_units: torch.Tensor,
+) -> None:
+    """See :func:`sglang_sparse_kernels.select_channels`."""
+    _, heads, kept = channels.shape
+    rows = ((refresh != 0) & (k_units > 0)).nonzero().squeeze(1)
+    group = group_size(q.shape[1], heads)
+    magnitude = q[rows].to(accumulate_dtype(q.dtype)).abs()
+    importance = magnitude.view(len(rows), heads, group, -1).sum(2)
+    ranked = importance.sort(dim=-1, descending=True, stable=True).indices
+    channels[list_rows[rows].long()] = ranked[..., :kept].sort(dim=-1).values.int()
+
+
+def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
+    """[H, G, n] -> [H, n]."""
+    return scores.amax(1) if reduce == "max" else scores.sum(1)
+
+
+def _scored_rows(plan: DecodePlan) -> list[int]:
+    return ((plan.reselect != 0) & (plan.k_units > 0)).nonzero().squeeze(1).tolist()
+
+
+def sketch_score_reference(
+    q: torch.Tensor,
+    channels: torch.Tensor,
+    key_sketch: torch.Tensor,
+    key_sketch_scale: torch.Tensor | None,
+    plan: DecodePlan,
+    *,
+    reduce: str,
+    out: torch.Tensor,
+) -> None:
+    """See :func:`sglang_sparse_kernels.sketch_score`."""
+    _, heads, _, page_size = key_sketch.shape
+    group = group_size(q.shape[1], heads)
+    acc = accumulate_dtype(q.dtype)
+    head = torch.arange(heads, device=q.device)[:, None]
+    raw = key_sketch.view(torch.uint8) if key_sketch.dtype == torch.float8_e4m3fn else key_sketch
+    for row in _scored_rows(plan):
+        tokens = int(plan.tail_start[row])
+        pages = plan.page_table[row, : -(-tokens // page_size)].long()
+        kept = channels[plan.list_rows[row].long()].long()
+        keys = raw[pages[:, None, None], head, kept].view(key_sketch.dtype).to(acc)
+        query = q[row].view(heads, group, -1).to(acc)
+        query = query.gather(2, kept[:, None, :].expand(-1, group, -1))
+        partial = torch.einsum("hgc,nhcp->hgnp", query, keys)
+        if key_sketch_scale is not None:
+            partial = partial * key_sketch_scale[pages].to(acc).permute(1, 0, 2)[:, None]
+        scores = _reduce_group(partial.flatten(2), reduce)
+        out[row, :, :tokens] = scores[:, :tokens].to(out.dtype)
+
+
+def page_minmax_score_reference(
+    q: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    unit: int,
+    page_size: int,
+    reduce: str,
+    out: torch.Tensor,
+) -> None:
+    """See :func:`sglang_sparse_kernels.page_minmax_score`."""
+    heads = page_min.shape[1]
+    group = group_size(q.shape[1], heads)
+    acc = accumulate_dtype(q.dtype)
+    per_page = page_size // unit
+    within = torch.arange(per_page, device=q.device)
+    for row in _scored_rows(plan):
+        tokens = int(plan.tail_start[row])
+        units = -(-tokens // unit)
+        pages = plan.page_table[row, : -(-tokens // page_size)].long()
+        entries = (pages[:, None] * per_page + within).flatten()[:units]
+        query = q[row].view(heads, group, -1).to(acc)
+        # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
+        bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), page_max[entries].to(acc))
+        bound += torch.einsum("hgd,nhd->hgn", query.clamp(max=0), page_min[entries].to(acc))
+        out[row, :, :units] = _reduce_group(bound, reduce).to(out.dtype)

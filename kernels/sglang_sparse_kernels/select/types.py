@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scratch memory of the top-k selection."""
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_UNITS = 16
+"""Units whose largest score is kept, so that selection can skip blocks that cannot win."""
+
+
+@dataclass(frozen=True)
+class TopkWorkspace:
+    """Fixed-capacity scratch of :func:`sglang_sparse_kernels.select_topk`, R rows, H KV heads.
+
+    Attributes:
+        block_max: [R, H, ceil(max_units / 16)] float32, largest score of every 16 units.
+        blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner.
+    """
+
+    block_max: torch.Tensor
+    blocks: torch.Tensor
+
+    def rows(self, batch_size: int) -> "TopkWorkspace":
+        """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
+        if batch_size > self.block_max.shape[0]:
+            raise ValueError(
+                f"batch of {batch_size} rows does not fit a workspace of {self.block_max.shape[0]}"
+            )
+        return TopkWorkspace(self.block_max[:batch_size], self.blocks[:batch_size])
+
+
+def topk_workspace_bytes(
+    max_rows: int, num_kv_heads: int, max_units: int, capacity_units: int
+) -> int:
+    """Bytes that :func:`make_topk_workspace` allocates."""
+    blocks = -(-max_units // BLOCK_UNITS)
+    return 4 * max_rows * num_kv_heads * (blocks + min(blocks, capacity_units))
+
+
+def make_topk_workspace(
+    max_rows: int,
+    num_kv_heads: int,
+    max_units: int,
+    capacity_units: int,
+    device: torch.device | str,
+) -> TopkWorkspace:
+    """Scratch for batches of up to ``max_rows`` rows.
+
+    Args:
+        max_rows: largest batch (R).
+        num_kv_heads: KV heads (H) of this rank.
+        max_units: width of the score tensor.
+        capacity_units: units a list holds.
+        device: where it lives.
+    """
+    blocks = -(-max_units // BLOCK_UNITS)
+    shape = (max_rows, num_kv_heads)
+    return TopkWorkspace(
+        block_max=torch.zeros((*shape, blocks), dtype=torch.float32, device=device),
+        blocks=torch.zeros((*shape, min(blocks, capacity_units)), dtype=torch.int32, device=device),
+    )

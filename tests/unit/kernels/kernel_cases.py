@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random paged decode batches for the kernel tests, poisoned wherever a kernel must not read."""
+
+from dataclasses import dataclass, field
+
+import torch
+from sglang_sparse_kernels import (
+    DENSE_REQUEST,
+    DecodePlan,
+    PlaneBuffers,
+    plan_decode,
+    update_planes,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAN = float("nan")
+
+
+@dataclass
+class Batch:
+    """A paged decode batch: R rows over one pool, with a plan and, on demand, planes."""
+
+    lengths: list[int]
+    page_size: int = 64
+    heads: int = 2
+    group: int = 2
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    unit: int = 1
+    min_sparse: int = 48
+    budget: int = 40
+    capacity: int = 64
+    reselect_every: int = 1
+    refresh_every: int = 1
+    shared_pages: int = 0
+    dense_rows: tuple[int, ...] = ()
+    seed: int = 0
+    layers: int = 1
+    extra: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rng = torch.Generator().manual_seed(self.seed)
+        page_counts = [-(-n // self.page_size) for n in self.lengths]
+        self.num_pages = 3 + sum(page_counts)
+        self.max_pages = max(page_counts) + 2
+        free = (torch.randperm(self.num_pages - 1, generator=self.rng) + 1).tolist()
+        shape = (self.num_pages * self.page_size, self.heads, self.dim)
+        self.k = [torch.full(shape, NAN) for _ in range(self.layers)]
+        self.v = [torch.full(shape, NAN) for _ in range(self.layers)]
+        slots = self.max_pages * self.page_size
+        # Stale entries of the token table point far outside the pool.
+        self.req_to_token = torch.full((len(self.lengths) + 3, slots), 2**30, dtype=torch.int32)
+        self.req_to_token[0] = 0
+        self.req_slots = torch.randperm(len(self.lengths) + 2, generator=self.rng)
+        self.req_slots = self.req_slots[: len(self.lengths)] + 1
+        common = [free.pop() for _ in range(self.shared_pages)]
+        for row, length in enumerate(self.lengths):
+            if length == 1:
+                self.req_slots[row] = 0  # a padding row of a captured graph
+                pages = [0]
+            else:
+                own = page_counts[row] - self.shared_pages
+                pages = (common + [free.pop() for _ in range(max(own, 0))])[: page_counts[row]]
+            table = torch.tensor(pages)[:, None] * self.page_size + torch.arange(self.page_size)
+            self.req_to_token[self.req_slots[row], :length] = table.flatten()[:length].int()
+            for buffer in (*self.k, *self.v):
+                self._fill(buffer, table.flatten()[:length])
+        for buffer in (*self.k, *self.v):
+            self._fill(buffer, torch.arange(self.page_size))
+        self.k = [buffer.to(DEVICE, self.dtype) for buffer in self.k]
+        self.v = [buffer.to(DEVICE, self.dtype) for buffer in self.v]
+        self.k_ptrs = torch.tensor(
+            [buffer.data_ptr() for buffer in self.k], dtype=torch.uint64, device=DEVICE
+        )
+        self.req_to_token = self.req_to_token.to(DEVICE)
+        self.req_slots = self.req_slots.to(DEVICE)
+        self.seq_lens = torch.tensor(self.lengths, dtype=torch.int64, device=DEVICE)
+        self.decode_start = torch.zeros(len(self.lengths) + 3, dtype=torch.int32, device=DEVICE)
+        for row in self.dense_rows:
+            self.decode_start[self.req_slots[row]] = DENSE_REQUEST
+        self.q = self.randn(len(self.lengths), self.heads * self.group, self.dim)
+        self.q = self.q.to(DEVICE, self.dtype)
+        self.plan = self.make_plan("torch")
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        """Seeded normal numbers, on the CPU."""
+        return torch.randn(*shape, generator=self.rng)
+
+    def _fill(self, buffer: torch.Tensor, slots: torch.Tensor) -> None:
+        fresh = self.randn(len(slots), self.heads, self.dim)
+        buffer[slots] = torch.where(buffer[slots].isnan(), fresh, buffer[slots])
+
+    def make_plan(self, impl: str) -> DecodePlan:
+        """A plan of this batch; page table entries that nobody defines are far out of range."""
+        plan = DecodePlan.allocate(len(self.lengths) + 1, self.max_pages, DEVICE)
+        plan.page_table.fill_(2**24)
+        plan = plan.rows(len(self.lengths))
+        plan_decode(
+            self.req_to_token,
+            self.req_slots,
+            self.seq_lens,
+            self.decode_start,
+            page_size=self.page_size,
+            unit=self.unit,
+            capacity_units=self.capacity,
+            min_sparse_tokens=self.min_sparse,
+            floor=self.budget,
+            fraction=0.0,
+            reselect_every=self.reselect_every,
+            refresh_every=self.refresh_every,
+            plan=plan,
+            impl=impl,
+        )
+        return plan
+
+    def make_planes(self, key_sketch: str | None, page_minmax: bool) -> PlaneBuffers:
+        """Planes of every written position but the last of each row, NaN elsewhere."""
+        planes = PlaneBuffers.allocate(
+            num_layers=self.layers,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            num_heads=self.heads,
+            head_dim=self.dim,
+            kv_dtype=self.dtype,
+            page_minmax=page_minmax,
+            key_sketch=key_sketch,
+            device=DEVICE,
+        )
+        poison(planes)
+        end = self.plan.update_start.clone()
+        update_planes(
+            self.k,
+            None,
+            planes,
+            self.plan.page_table,
+            torch.zeros_like(end),
+            end,
+            page_size=self.page_size,
+            max_new_tokens=max(self.lengths),
+            impl="torch",
+        )
+        return planes
+
+    @property
+    def list_rows(self) -> int:
+        """Rows that state tensors (lists, channels) need."""
+        return len(self.lengths) + 3
+
+    def random_lists(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ascending lists of k_units random units per head; entries past a count are poison."""
+        shape = (self.list_rows, self.heads, self.capacity)
+        indices = torch.full(shape, 2**30, dtype=torch.int32)
+        counts = torch.full(shape[:2], 2**20, dtype=torch.int32)
+        plan = self.plan
+        for row in range(len(self.lengths)):
+            units = -(-int(plan.tail_start[row]) // self.unit)
+            kept, target = int(plan.k_units[row]), int(plan.list_rows[row])
+            if kept:
+                counts[target] = kept
+                for head in range(self.heads):
+                    chosen = torch.randperm(units, generator=self.rng)[:kept].sort().values
+                    indices[target, head, :kept] = chosen.int()
+        return indices.to(DEVICE), counts.to(DEVICE)
+
+
+def poison(planes: PlaneBuffers) -> None:
+    """Fill every plane with NaN (int8: an arbitrary code)."""
+    for plane in planes.tensors().values():
+        if plane.dtype == torch.int8:
+            plane.fill_(-128)
+        elif plane.dtype == torch.float8_e4m3fn:
+            plane.view(torch.uint8).fill_(0x7F)
+        else:
+            plane.fill_(NAN)
