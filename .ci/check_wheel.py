@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the installed wheel: packages, entry points, presets, and that no stray top-level name came along.
+"""Check the installed wheel: packages, entry points, presets, and no stray top-level names.
 
 Runs in a virtual environment that holds the wheel and pydantic only, outside the repository.
 """

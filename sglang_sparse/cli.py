@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang-sparse`: list the presets, print the schema, show what two flags resolve to."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sglang_sparse import __version__
+from sglang_sparse.config import (
+    ConfigError,
+    Geometry,
+    available_methods,
+    configs_dir,
+    list_presets,
+    load_preset,
+    resolve_with_source,
+    schema_text,
+)
+from sglang_sparse.config.presets import SCHEMA_FILE
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+
+def _fail(message: str) -> typer.Exit:
+    Console(stderr=True, soft_wrap=True).print(f"error: {message}", markup=False, highlight=False)
+    return typer.Exit(2)
+
+
+def _geometry(model: str) -> Geometry:
+    """Return the geometry of a model under `configs/`, or of a folder with a `config.json`."""
+    for ref in list_presets():
+        if ref.model == model:
+            shipped = load_preset(ref.model, ref.name).model
+            if shipped is not None:
+                return shipped
+    path = Path(model) / "config.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Geometry.from_hf_config(content, name=model)
+    except (OSError, KeyError, ValueError) as error:
+        models = sorted({ref.model for ref in list_presets()} - {"generic"})
+        raise ConfigError(
+            flag="--model",
+            value=model,
+            problem=f"no geometry could be read from {path} ({type(error).__name__}: {error})",
+            allowed=f"{'|'.join(models)}, or a folder with a Hugging Face config.json",
+            remedy="name one of these",
+        ) from error
+
+
+@app.command()
+def presets() -> None:
+    """List the presets that ship with the package."""
+    table = Table("preset", "layers, heads, dim", "layers", "score", "budget", "sparse from")
+    for ref in list_presets():
+        try:
+            config = load_preset(ref.model, ref.name)
+        except ConfigError as error:
+            raise _fail(str(error)) from error
+        shape = "any" if config.model is None else "{}, {}/{}, {}".format(*config.model.shape)
+        kinds = (config.layers.kind, config.score.kind)
+        budget = f"{config.budget.kind} {config.budget.fraction or config.budget.floor}"
+        table.add_row(str(ref), shape, *kinds, budget, str(config.min_sparse_tokens))
+    # A pipe has no width: rich would fold the names that a script wants to read.
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+@app.command()
+def schema(
+    write: Annotated[bool, typer.Option(help="Write configs/schema.json instead.")] = False,
+    check: Annotated[bool, typer.Option(help="Fail if configs/schema.json is stale.")] = False,
+) -> None:
+    """Print the JSON schema of a preset."""
+    path = configs_dir() / SCHEMA_FILE
+    if write:
+        path.write_text(schema_text(), encoding="utf-8")
+    elif check:
+        if not path.is_file() or path.read_text(encoding="utf-8") != schema_text():
+            raise _fail(f"{path} is stale; run `make schema`")
+    else:
+        typer.echo(schema_text(), nl=False)
+
+
+@app.command()
+def show(
+    method: Annotated[str | None, typer.Option(help="As --sparse-method.")] = None,
+    config: Annotated[str | None, typer.Option(help="As --sparse-config.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A model under configs/, or a folder with a config.json.")
+    ] = None,
+) -> None:
+    """Print the config that two flags resolve to, as a server would use it."""
+    try:
+        resolved = resolve_with_source(method, config, _geometry(model) if model else None)
+    except ConfigError as error:
+        raise _fail(str(error)) from error
+    typer.echo(resolved.config.model_dump_json(indent=2))
+    Console(stderr=True, soft_wrap=True).print(
+        f"method {resolved.method}, from {resolved.source}, hash {resolved.hash}", highlight=False
+    )
+
+
+@app.command()
+def version() -> None:
+    """Print the version and the methods that have presets."""
+    typer.echo(f"sglang-sparse {__version__}; methods {', '.join(available_methods())}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods as data: one small frozen model a choice, presets in `configs/`, merged from two flags.
+
+Imports pydantic alone, never sglang or torch.
+"""
+
+from sglang_sparse.config.axes import (
+    DensePrefill,
+    EveryLayer,
+    FirstDense,
+    FractionBudget,
+    KeySketch,
+    PageMinMax,
+    RetainAll,
+    RetrievalHeads,
+    StepCadence,
+    TokenBudget,
+)
+from sglang_sparse.config.errors import ConfigError
+from sglang_sparse.config.load import (
+    Resolved,
+    available_methods,
+    deep_merge,
+    load_preset,
+    resolve,
+    resolve_with_source,
+)
+from sglang_sparse.config.model import Geometry, SparseConfig, preset_hash
+from sglang_sparse.config.presets import PresetRef, configs_dir, list_presets
+from sglang_sparse.config.schema import json_schema, schema_text
+
+__all__ = [
+    "ConfigError",
+    "DensePrefill",
+    "EveryLayer",
+    "FirstDense",
+    "FractionBudget",
+    "Geometry",
+    "KeySketch",
+    "PageMinMax",
+    "PresetRef",
+    "Resolved",
+    "RetainAll",
+    "RetrievalHeads",
+    "SparseConfig",
+    "StepCadence",
+    "TokenBudget",
+    "available_methods",
+    "configs_dir",
+    "deep_merge",
+    "json_schema",
+    "list_presets",
+    "load_preset",
+    "preset_hash",
+    "resolve",
+    "resolve_with_source",
+    "schema_text",
+]

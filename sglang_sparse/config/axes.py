@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seven axes. Each choice of an axis is one small frozen model whose `kind` names it.
+
+A method is a point on these axes; nothing at run time asks which method it was. What the backend
+needs from a choice is a plain attribute here, so that a new choice adds no branch elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PageSize = Literal[16, 32, 64]
+# Counts travel in int32 and are multiplied by fractions in fp32, which is exact up to here.
+MAX_COUNT = 2**24
+
+
+class Choice(BaseModel):
+    """Base of every choice: immutable, unknown keys refused, no silent type conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class EveryLayer(Choice):
+    """Every layer selects for itself."""
+
+    kind: Literal["every"] = "every"
+
+    def is_sparse(self, layer_id: int) -> bool:
+        """Tell whether layer `layer_id` (global, from 0) selects."""
+        return True
+
+
+class FirstDense(Choice):
+    """The first `n` layers attend to everything, the others select (SparCas, section 4)."""
+
+    kind: Literal["first_dense"] = "first_dense"
+    n: int = Field(ge=1, description="How many layers, counted from the input, stay dense.")
+
+    def is_sparse(self, layer_id: int) -> bool:
+        """Tell whether layer `layer_id` (global, from 0) selects."""
+        return layer_id >= self.n
+
+
+class PageMinMax(Choice):
+    """Upper bound of q·k over a logical page, from its channel-wise key min and max (Quest)."""
+
+    kind: Literal["page_minmax"] = "page_minmax"
+    logical_page: PageSize = Field(
+        default=16, description="Tokens that share one min/max pair and are selected together."
+    )
+    reduce: Literal["max", "sum"] = Field(
+        default="max", description="How the query heads of one KV head pool their scores."
+    )
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return self.logical_page
+
+
+class KeySketch(Choice):
+    """Partial q·k over the few channels where the query is largest (SparCas, section 3)."""
+
+    kind: Literal["key_sketch"] = "key_sketch"
+    channels: int = Field(default=16, ge=1, description="D_b: channels scored for one KV head.")
+    refresh_every: int = Field(
+        default=64,
+        ge=1,
+        le=MAX_COUNT,
+        description="U: decode steps between two choices of the channels.",
+    )
+    storage: Literal["fp8", "int8", "bf16"] = Field(
+        default="fp8", description="Element type of the dimension-major copy of the keys."
+    )
+    reduce: Literal["max", "sum"] = Field(
+        default="max", description="How the query heads of one KV head pool their scores."
+    )
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return 1
+
+
+class TokenBudget(Choice):
+    """A fixed number of selected tokens for every request, layer and KV head."""
+
+    kind: Literal["tokens"] = "tokens"
+    tokens: int = Field(
+        ge=1, le=MAX_COUNT, description="Selected tokens, sinks and recent ones among them."
+    )
+
+    @property
+    def floor(self) -> int:
+        """Fewest tokens to select."""
+        return self.tokens
+
+    @property
+    def fraction(self) -> float:
+        """Share of the context to select; 0 because this budget is all floor."""
+        return 0.0
+
+
+class FractionBudget(Choice):
+    """A share of the context, never less than a floor."""
+
+    kind: Literal["fraction"] = "fraction"
+    fraction: float = Field(gt=0.0, le=1.0, description="Share of the context's tokens to select.")
+    floor: int = Field(ge=1, le=MAX_COUNT, description="Fewest tokens to select.")
+
+
+class RetrievalHeads(Choice):
+    """Every KV head selects from the whole context."""
+
+    kind: Literal["retrieval"] = "retrieval"
+
+
+class StepCadence(Choice):
+    """Selection is redone every `every` decode steps; tokens decoded since are always kept."""
+
+    kind: Literal["steps"] = "steps"
+    every: int = Field(
+        default=1, ge=1, le=MAX_COUNT, description="Decode steps that share one selection."
+    )
+
+
+class RetainAll(Choice):
+    """All KV stays in the pool."""
+
+    kind: Literal["all"] = "all"
+
+
+class DensePrefill(Choice):
+    """Prompt tokens attend to everything before them."""
+
+    kind: Literal["dense"] = "dense"
+
+
+Layers = Annotated[EveryLayer | FirstDense, Field(discriminator="kind")]
+Score = Annotated[PageMinMax | KeySketch, Field(discriminator="kind")]
+Budget = Annotated[TokenBudget | FractionBudget, Field(discriminator="kind")]
+
+
+def budget_tokens(budget: TokenBudget | FractionBudget, context_len: int) -> int:
+    """Return how many tokens `budget` keeps of a context of `context_len` tokens."""
+    return max(budget.floor, math.ceil(budget.fraction * context_len))

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the two flags to one `SparseConfig`.
+
+`--sparse-method` names a starting point and `--sparse-config` what to change in it:
+
+| method | config | result |
+| --- | --- | --- |
+| a preset's name | none | that preset, for the served model's geometry, else the generic one |
+| a preset's name | inline JSON or a file | the same, with the given keys merged over it |
+| a preset's name | `<model>/<same preset>` | that file |
+| custom or none | a preset's name, a file, inline JSON | exactly what is given |
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sglang_sparse.config.errors import ConfigError, InvalidConfig, from_validation_error
+from sglang_sparse.config.model import Geometry, SparseConfig, check_fits, preset_hash
+from sglang_sparse.config.presets import (
+    GENERIC_MODEL,
+    PresetFileError,
+    PresetRef,
+    configs_dir,
+    find_preset,
+    list_presets,
+    parse_json_object,
+    read_json_file,
+)
+from sglang_sparse.config.schema import key_sets
+
+METHOD_FLAG = "--sparse-method"
+CONFIG_FLAG = "--sparse-config"
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config and where it came from.
+
+    Attributes:
+        config: the validated config.
+        method: what `--sparse-method` said, or the preset's name, or `custom`.
+        source: for people: the preset or file it was read from, and what was merged over it.
+        hash: `preset_hash(config)`.
+    """
+
+    config: SparseConfig
+    method: str
+    source: str
+    hash: str
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """Raw content with the flag and value that a fault in it is to be blamed on."""
+
+    content: Mapping[str, Any]
+    method: str
+    source: str
+    flag: str
+    value: str
+
+
+def available_methods() -> tuple[str, ...]:
+    """Return what `--sparse-method` may be: every preset that fits any model, and `custom`."""
+    names = {ref.name for ref in list_presets() if ref.model == GENERIC_MODEL}
+    return (*sorted(names), CUSTOM)
+
+
+def resolve(
+    method: str | None, config: str | None, geometry: Geometry | None = None
+) -> SparseConfig:
+    """Return the config that the two flags mean on a model.
+
+    Args:
+        method: the value of `--sparse-method`, or None if it was not given.
+        config: the value of `--sparse-config`: a preset's name, a path to a JSON file, or inline
+            JSON; None if it was not given.
+        geometry: the served model's; None skips every check against a model and takes the generic
+            preset.
+
+    Raises:
+        ConfigError: anything about them is wrong; its text is the one line to end the start with.
+    """
+    return resolve_with_source(method, config, geometry).config
+
+
+def resolve_with_source(
+    method: str | None, config: str | None, geometry: Geometry | None = None
+) -> Resolved:
+    """Return the config that the two flags mean on a model, and where it came from.
+
+    Takes and raises what `resolve` does.
+    """
+    draft = _draft(method, config, geometry)
+    validated = _validate(draft)
+    if geometry is not None:
+        _check_geometry(validated, geometry, draft)
+    return Resolved(
+        config=validated, method=draft.method, source=draft.source, hash=preset_hash(validated)
+    )
+
+
+def load_preset(model: str, name: str) -> SparseConfig:
+    """Return the shipped preset `configs/<model>/<name>.json`.
+
+    Raises:
+        ConfigError: there is no such preset, or its file is damaged.
+    """
+    return resolve(None, f"{model}/{name}")
+
+
+def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `changes` merged in, object by object; neither argument is changed.
+
+    An object whose `kind` changes is replaced whole: the old keys mean nothing to the new kind.
+    """
+    merged = dict(base)
+    for key, change in changes.items():
+        old = merged.get(key)
+        if (
+            isinstance(old, Mapping)
+            and isinstance(change, Mapping)
+            and change.get("kind", old.get("kind")) == old.get("kind")
+        ):
+            merged[key] = deep_merge(old, change)
+        else:
+            merged[key] = change
+    return merged
+
+
+def _draft(method: str | None, config: str | None, geometry: Geometry | None) -> _Draft:
+    _check_method(method, config)
+    if config is None:
+        assert method is not None, "_check_method lets no call without either flag pass"
+        return _preset_draft(_method_preset(method, geometry), method, METHOD_FLAG, method)
+    config = config.strip()
+    is_inline = config.startswith(("{", "["))
+    if not is_inline and not _is_path(config):
+        return _named_preset_draft(method, config, geometry)
+
+    try:
+        content = (
+            parse_json_object(config, origin="the text")
+            if is_inline
+            else read_json_file(Path(config))
+        )
+    except PresetFileError as error:
+        raise _unreadable(CONFIG_FLAG, config, error) from error
+    origin = "inline JSON" if is_inline else config
+    if method is None or method == CUSTOM:
+        return _Draft(content, CUSTOM, origin, CONFIG_FLAG, config)
+    base = _preset_draft(_method_preset(method, geometry), method, METHOD_FLAG, method)
+    _validate(base)
+    merged = deep_merge(base.content, content)
+    return _Draft(merged, method, f"{base.source} + {origin}", CONFIG_FLAG, config)
+
+
+def _check_method(method: str | None, config: str | None) -> None:
+    methods = available_methods()
+    if method is None and config is None:
+        raise ConfigError(
+            flag=METHOD_FLAG,
+            value=None,
+            problem="it is not set, and neither is --sparse-config",
+            allowed="|".join(methods),
+            remedy=f"add {METHOD_FLAG} with one of these",
+        )
+    if method is not None and method not in methods:
+        raise ConfigError(
+            flag=METHOD_FLAG,
+            value=method,
+            problem="there is no such method",
+            allowed="|".join(methods),
+            remedy="name one of these",
+        )
+    if method == CUSTOM and config is None:
+        raise ConfigError(
+            flag=METHOD_FLAG,
+            value=method,
+            problem="a custom method has no preset to start from",
+            allowed=f"{CUSTOM} together with {CONFIG_FLAG}",
+            remedy=f"add {CONFIG_FLAG} with a preset's name, a path or inline JSON",
+        )
+
+
+def _is_path(value: str) -> bool:
+    """Tell a path from a preset's name; a preset wins over a file of the same name."""
+    if value.endswith(".json"):
+        return True
+    is_preset = any(value in (ref.name, str(ref)) for ref in list_presets())
+    return not is_preset and os.path.isfile(value)
+
+
+def _method_preset(method: str, geometry: Geometry | None) -> PresetRef:
+    try:
+        ref = find_preset(method, geometry)
+    except (PresetFileError, ValidationError) as error:
+        raise _unreadable(METHOD_FLAG, method, error) from error
+    assert ref is not None, "a method is available only if its generic preset is there"
+    return ref
+
+
+def _named_preset_draft(method: str | None, name: str, geometry: Geometry | None) -> _Draft:
+    try:
+        ref = find_preset(name, geometry)
+    except (PresetFileError, ValidationError) as error:
+        raise _unreadable(CONFIG_FLAG, name, error) from error
+    if ref is None:
+        presets = ", ".join(map(str, list_presets()))
+        raise ConfigError(
+            flag=CONFIG_FLAG,
+            value=name,
+            problem="it is neither a preset's name, nor an existing file, nor inline JSON",
+            allowed=f"a path that ends in .json, a JSON object, or one of {presets}",
+            remedy="name one of these",
+        )
+    if method is not None and method not in (CUSTOM, ref.name):
+        raise ConfigError(
+            flag=CONFIG_FLAG,
+            value=name,
+            problem=f"that preset is not one of {METHOD_FLAG} {method}",
+            allowed=f"a preset called {method}, a path, or inline JSON",
+            remedy=f"drop {METHOD_FLAG}, or set it to {ref.name}",
+        )
+    return _preset_draft(ref, method or ref.name, CONFIG_FLAG, name)
+
+
+def _preset_draft(ref: PresetRef, method: str, flag: str, value: str) -> _Draft:
+    try:
+        content = read_json_file(ref.path)
+    except PresetFileError as error:
+        raise _unreadable(flag, value, error) from error
+    return _Draft(content, method, str(ref), flag, value)
+
+
+def _unreadable(flag: str, value: str, error: Exception) -> ConfigError:
+    is_shipped = flag == METHOD_FLAG or str(configs_dir()) in str(error)
+    return ConfigError(
+        flag=flag,
+        value=value,
+        problem=str(error),
+        allowed="one JSON object"
+        if is_shipped
+        else "a preset's name, a path to a file, or a JSON object",
+        remedy="reinstall sglang-sparse" if is_shipped else "correct it",
+    )
+
+
+def _validate(draft: _Draft) -> SparseConfig:
+    try:
+        return SparseConfig.model_validate(draft.content)
+    except ValidationError as error:
+        raise from_validation_error(
+            error, flag=draft.flag, value=draft.value, key_sets=key_sets()
+        ) from error
+
+
+def _check_geometry(config: SparseConfig, geometry: Geometry, draft: _Draft) -> None:
+    if config.model is not None and not config.model.matches(geometry):
+        raise ConfigError(
+            flag=draft.flag,
+            value=draft.value,
+            problem=f"it is for {config.model.describe()}, not for {geometry.describe()}",
+            allowed=f"a config whose model has the same numbers, or has none ({GENERIC_MODEL}/...)",
+            remedy=f"drop {CONFIG_FLAG}, so that {METHOD_FLAG} picks a preset that fits",
+        )
+    try:
+        check_fits(config, geometry)
+    except InvalidConfig as error:
+        raise ConfigError(
+            flag=draft.flag,
+            value=draft.value,
+            problem=error.problem,
+            allowed=error.allowed,
+            remedy=error.remedy,
+        ) from error

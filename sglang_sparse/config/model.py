@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SparseConfig`: a choice on each axis, what all choices share, and the rules between them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from sglang_sparse.config.axes import (
+    MAX_COUNT,
+    Budget,
+    Choice,
+    DensePrefill,
+    FirstDense,
+    KeySketch,
+    Layers,
+    PageMinMax,
+    PageSize,
+    RetainAll,
+    RetrievalHeads,
+    Score,
+    StepCadence,
+    budget_tokens,
+)
+from sglang_sparse.config.errors import InvalidConfig
+
+
+class Geometry(Choice):
+    """The shape of a model's attention: what decides whether a preset fits a model."""
+
+    name: str = Field(min_length=1, description="For messages only; never compared.")
+    num_hidden_layers: int = Field(ge=1)
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+
+    @classmethod
+    def from_hf_config(cls, config: Mapping[str, Any], *, name: str) -> Geometry:
+        """Read the geometry from the content of a Hugging Face `config.json`.
+
+        Raises:
+            KeyError: the config lacks a layer, head or size count.
+        """
+        heads = config["num_attention_heads"]
+        return cls(
+            name=name,
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        )
+
+    def matches(self, other: Geometry) -> bool:
+        """Tell whether both are the same but for the name."""
+        return self.shape == other.shape
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, query heads, KV heads and head dimension."""
+        return (
+            self.num_hidden_layers,
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.head_dim,
+        )
+
+    def describe(self) -> str:
+        """Return the geometry in words, for messages."""
+        layers, heads, kv_heads, dim = self.shape
+        return f"{self.name} ({layers} layers, {heads} query and {kv_heads} KV heads of {dim})"
+
+
+class SparseConfig(Choice):
+    """One point on the seven axes, with what all points share. Frozen, so it can key a cache.
+
+    Selection semantics are those of `DESIGN.md`: a step of a request of L tokens selects
+    `max(budget.floor, ceil(budget.fraction * domain))` tokens, in units of `unit` tokens, always
+    with the sinks and the recent ones among them.
+    """
+
+    schema_version: Literal[1] = 1
+    description: str = ""
+    model: Geometry | None = Field(
+        default=None, description="The only geometry this config is for; null fits every model."
+    )
+
+    layers: Layers
+    score: Score
+    budget: Budget
+    heads: RetrievalHeads = RetrievalHeads()
+    cadence: StepCadence = StepCadence()
+    retention: RetainAll = RetainAll()
+    prefill: DensePrefill = DensePrefill()
+
+    sink_tokens: int = Field(
+        default=16, ge=0, le=MAX_COUNT, description="First tokens, always attended to."
+    )
+    recent_tokens: int = Field(
+        default=64, ge=0, le=MAX_COUNT, description="Last tokens, always attended to."
+    )
+    min_sparse_tokens: int = Field(
+        default=4096, ge=1, le=MAX_COUNT, description="Requests shorter than this attend densely."
+    )
+    page_size: PageSize = Field(default=64, description="Tokens in a page of SGLang's KV pool.")
+    inner: Literal["auto", "flashinfer", "triton", "torch_native"] = Field(
+        default="auto", description="Dense backend for prefill and for short requests."
+    )
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return self.score.unit
+
+    @property
+    def forced_units(self) -> int:
+        """Most units that sinks and recent tokens can touch, wherever the context ends."""
+        sinks = -(-self.sink_tokens // self.unit)
+        recent = (self.recent_tokens + self.unit - 2) // self.unit + 1
+        return sinks + recent
+
+    def capacity_units(self, context_len: int) -> int:
+        """Return the most units that a context of `context_len` tokens can select."""
+        tokens = min(budget_tokens(self.budget, context_len), context_len)
+        return -(-tokens // self.unit)
+
+    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Return the ids of the layers, of `num_layers`, that select."""
+        return tuple(i for i in range(num_layers) if self.layers.is_sparse(i))
+
+    @model_validator(mode="after")
+    def _check_rules_between_keys(self) -> Self:
+        self._check_budget_holds_forced_tokens()
+        if isinstance(self.score, PageMinMax) and self.page_size % self.score.logical_page:
+            divisors = [size for size in (16, 32, 64) if self.page_size % size == 0]
+            raise InvalidConfig(
+                f"score.logical_page {self.score.logical_page} does not divide page_size "
+                f"{self.page_size}",
+                allowed=f"score.logical_page {'|'.join(map(str, divisors))}",
+                remedy="lower score.logical_page or raise page_size",
+            )
+        if self.model is not None:
+            check_fits(self, self.model)
+        return self
+
+    def _check_budget_holds_forced_tokens(self) -> None:
+        least = (self.forced_units + 1) * self.unit
+        if self.budget.floor >= least:
+            return
+        key = "budget.tokens" if self.budget.kind == "tokens" else "budget.floor"
+        raise InvalidConfig(
+            f"{key} {self.budget.floor} cannot hold sink_tokens {self.sink_tokens} and "
+            f"recent_tokens {self.recent_tokens} in units of {self.unit}, and one unit more",
+            allowed=f"{key} of at least {least}",
+            remedy=f"raise {key}, or lower sink_tokens or recent_tokens",
+        )
+
+
+def check_fits(config: SparseConfig, geometry: Geometry) -> None:
+    """Check the rules between a config and the model that it is to run on.
+
+    Raises:
+        InvalidConfig: the config asks for more layers or channels than the model has.
+    """
+    if isinstance(config.score, KeySketch) and config.score.channels > geometry.head_dim:
+        raise InvalidConfig(
+            f"score.channels {config.score.channels} exceeds the head dimension of "
+            f"{geometry.describe()}",
+            allowed=f"score.channels 1 to {geometry.head_dim}",
+            remedy="lower score.channels",
+        )
+    if isinstance(config.layers, FirstDense) and config.layers.n >= geometry.num_hidden_layers:
+        raise InvalidConfig(
+            f"layers.n {config.layers.n} leaves no sparse layer in {geometry.describe()}",
+            allowed=f"layers.n 1 to {geometry.num_hidden_layers - 1}",
+            remedy="lower layers.n, or serve with a dense attention backend",
+        )
+
+
+def preset_hash(config: SparseConfig) -> str:
+    """Return 12 hexadecimal digits that change with anything in `config` but its description."""
+    content = config.model_dump(mode="json", exclude={"description"})
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:12]

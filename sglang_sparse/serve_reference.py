@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make serve`: SGLang's own server with sparse attention, on the model that the repository ships.
+
+Every argument goes to `sglang.launch_server`, after the ones set here, so `--port 31000` or
+`--sparse-method page_minmax` win over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_sparse.config import configs_dir
+
+MODEL_NAME = "reference"
+DEFAULT_ARGS = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
+# What SGLang needs on a machine with no accelerator.
+CPU_ARGS = ["--device", "cpu", "--disable-overlap-schedule"]
+EXAMPLE_PROMPT = "Hello! What can you do?"
+POLL_SECONDS = 0.5
+
+
+def server_command(args: Sequence[str], *, model: Path, on_cpu: bool) -> list[str]:
+    """Return the command line of the server; `args` come last and win."""
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    command += ["--model-path", str(model), "--served-model-name", MODEL_NAME]
+    command += [*DEFAULT_ARGS, *(CPU_ARGS if on_cpu else [])]
+    return [*command, "--host", "127.0.0.1", "--port", "30000", *args]
+
+
+def server_url(command: Sequence[str]) -> str:
+    """Return the address that `command` will serve on."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host")
+    parser.add_argument("--port")
+    known, _ = parser.parse_known_args(command)
+    host = "127.0.0.1" if known.host in ("0.0.0.0", "::") else known.host
+    return f"http://{host}:{known.port}"
+
+
+def example_lines(url: str) -> list[str]:
+    """Return a shell line with curl and one with the OpenAI client, ready to paste."""
+    messages = [{"role": "user", "content": EXAMPLE_PROMPT}]
+    body = json.dumps(
+        {"model": MODEL_NAME, "messages": messages, "max_tokens": 32, "temperature": 0}
+    )
+    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    program = (
+        f"import openai; client = openai.OpenAI(base_url={f'{url}/v1'!r}, api_key='none'); "
+        f"print(client.chat.completions.create(model={MODEL_NAME!r}, messages={messages!r}, "
+        "max_tokens=32, temperature=0).choices[0].message.content)"
+    )
+    return [shlex.join([*curl, "-d", body]), shlex.join([sys.executable, "-c", program])]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the server, say how to talk to it once it answers, and return its exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    args = args[1:] if args[:1] == ["--"] else args
+    model = (configs_dir() / MODEL_NAME / "model").resolve()
+    if not (model / "config.json").is_file():
+        print(
+            f"error: no model at {model}; it is part of a checkout and of no wheel; "
+            "clone the repository, or start sglang.launch_server on a model of your own",
+            file=sys.stderr,
+        )
+        return 2
+    command = server_command(args, model=model, on_cpu=not _has_accelerator())
+    print(shlex.join(command), flush=True)
+    server = subprocess.Popen(command)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _frame: server.send_signal(received))
+    url = server_url(command)
+    if _wait_until_healthy(server, url):
+        print("\nThe server is up. Paste one of these into another shell:\n")
+        print("\n\n".join(example_lines(url)), flush=True)
+    return server.wait()
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> bool:
+    """Return True when the server answers, False when it has ended instead."""
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(POLL_SECONDS)
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())
