@@ -45,7 +45,12 @@ class InvalidConfig(ValueError):
 
 
 def from_validation_error(
-    error: ValidationError, *, flag: str, value: str, key_sets: dict[tuple[str, ...], list[str]]
+    error: ValidationError,
+    *,
+    flag: str,
+    value: str,
+    key_sets: dict[tuple[str, ...], list[str]],
+    remedy: str,
 ) -> ConfigError:
     """Flatten `error` into one line.
 
@@ -55,6 +60,7 @@ def from_validation_error(
         value: what the user gave.
         key_sets: the keys that each object of the config may hold, by its path with the choice's
             `kind` in it, such as `("budget", "tokens")`.
+        remedy: what to do, unless the broken rule says it.
     """
     details = error.errors(include_url=False)
     for detail in details:
@@ -73,8 +79,7 @@ def from_validation_error(
         value=value,
         problem=", ".join(problem for problem, _ in told),
         allowed=", ".join(dict.fromkeys(allowed for _, allowed in told)),
-        remedy="correct the key, or leave it out to keep the preset's value "
-        "(`sglang-sparse schema` prints every key)",
+        remedy=remedy,
     )
 
 

@@ -27,7 +27,6 @@ from sglang_sparse.config.presets import (
     GENERIC_MODEL,
     PresetFileError,
     PresetRef,
-    configs_dir,
     find_preset,
     list_presets,
     parse_json_object,
@@ -38,6 +37,8 @@ from sglang_sparse.config.schema import key_sets
 METHOD_FLAG = "--sparse-method"
 CONFIG_FLAG = "--sparse-config"
 CUSTOM = "custom"
+_SEE = "`sglang-sparse schema` prints every key"
+_REINSTALL = "reinstall sglang-sparse"
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,14 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Draft:
-    """Raw content with the flag and value that a fault in it is to be blamed on."""
+    """Raw content, with the flag and value to blame for a fault in it, and what to do about one."""
 
     content: Mapping[str, Any]
     method: str
     source: str
     flag: str
     value: str
+    remedy: str
 
 
 def available_methods() -> tuple[str, ...]:
@@ -153,14 +155,15 @@ def _draft(method: str | None, config: str | None, geometry: Geometry | None) ->
             else read_json_file(Path(config))
         )
     except PresetFileError as error:
-        raise _unreadable(CONFIG_FLAG, config, error) from error
+        raise _unreadable(CONFIG_FLAG, config, error, shipped=False) from error
     origin = "inline JSON" if is_inline else config
     if method is None or method == CUSTOM:
-        return _Draft(content, CUSTOM, origin, CONFIG_FLAG, config)
+        return _Draft(content, CUSTOM, origin, CONFIG_FLAG, config, f"correct the key ({_SEE})")
     base = _preset_draft(_method_preset(method, geometry), method, METHOD_FLAG, method)
     _validate(base)
     merged = deep_merge(base.content, content)
-    return _Draft(merged, method, f"{base.source} + {origin}", CONFIG_FLAG, config)
+    remedy = f"correct the key, or leave it out to keep the preset's value ({_SEE})"
+    return _Draft(merged, method, f"{base.source} + {origin}", CONFIG_FLAG, config, remedy)
 
 
 def _check_method(method: str | None, config: str | None) -> None:
@@ -202,8 +205,8 @@ def _is_path(value: str) -> bool:
 def _method_preset(method: str, geometry: Geometry | None) -> PresetRef:
     try:
         ref = find_preset(method, geometry)
-    except (PresetFileError, ValidationError) as error:
-        raise _unreadable(METHOD_FLAG, method, error) from error
+    except PresetFileError as error:
+        raise _unreadable(METHOD_FLAG, method, error, shipped=True) from error
     assert ref is not None, "a method is available only if its generic preset is there"
     return ref
 
@@ -211,8 +214,8 @@ def _method_preset(method: str, geometry: Geometry | None) -> PresetRef:
 def _named_preset_draft(method: str | None, name: str, geometry: Geometry | None) -> _Draft:
     try:
         ref = find_preset(name, geometry)
-    except (PresetFileError, ValidationError) as error:
-        raise _unreadable(CONFIG_FLAG, name, error) from error
+    except PresetFileError as error:
+        raise _unreadable(CONFIG_FLAG, name, error, shipped=True) from error
     if ref is None:
         presets = ", ".join(map(str, list_presets()))
         raise ConfigError(
@@ -237,20 +240,18 @@ def _preset_draft(ref: PresetRef, method: str, flag: str, value: str) -> _Draft:
     try:
         content = read_json_file(ref.path)
     except PresetFileError as error:
-        raise _unreadable(flag, value, error) from error
-    return _Draft(content, method, str(ref), flag, value)
+        raise _unreadable(flag, value, error, shipped=True) from error
+    remedy = f"{ref.path} is damaged: {_REINSTALL}"
+    return _Draft(content, method, str(ref), flag, value, remedy)
 
 
-def _unreadable(flag: str, value: str, error: Exception) -> ConfigError:
-    is_shipped = flag == METHOD_FLAG or str(configs_dir()) in str(error)
+def _unreadable(flag: str, value: str, error: PresetFileError, *, shipped: bool) -> ConfigError:
     return ConfigError(
         flag=flag,
         value=value,
         problem=str(error),
-        allowed="one JSON object"
-        if is_shipped
-        else "a preset's name, a path to a file, or a JSON object",
-        remedy="reinstall sglang-sparse" if is_shipped else "correct it",
+        allowed="one JSON object" if shipped else "a preset's name, a path, or a JSON object",
+        remedy=_REINSTALL if shipped else "correct it",
     )
 
 
@@ -259,7 +260,11 @@ def _validate(draft: _Draft) -> SparseConfig:
         return SparseConfig.model_validate(draft.content)
     except ValidationError as error:
         raise from_validation_error(
-            error, flag=draft.flag, value=draft.value, key_sets=key_sets()
+            error,
+            flag=draft.flag,
+            value=draft.value,
+            key_sets=key_sets(),
+            remedy=draft.remedy,
         ) from error
 
 

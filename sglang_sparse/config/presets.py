@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from sglang_sparse.config.model import Geometry
 
 GENERIC_MODEL = "generic"
@@ -49,6 +51,9 @@ def find_preset(name: str, geometry: Geometry | None) -> PresetRef | None:
 
     `<model>/<preset>` names one file. `<preset>` alone means the one made for `geometry`, else the
     generic one.
+
+    Raises:
+        PresetFileError: a preset of that name is damaged.
     """
     refs = list_presets()
     if "/" in name:
@@ -61,9 +66,11 @@ def find_preset(name: str, geometry: Geometry | None) -> PresetRef | None:
     return next((ref for ref in named if ref.model == GENERIC_MODEL), None)
 
 
-def _geometry_of(ref: PresetRef) -> tuple[int, int, int, int] | None:
-    model = read_json_file(ref.path).get("model")
-    return None if model is None else Geometry.model_validate(model).shape
+def _geometry_of(ref: PresetRef) -> tuple[int, int, int, int]:
+    try:
+        return Geometry.model_validate(read_json_file(ref.path).get("model")).shape
+    except ValidationError as error:
+        raise PresetFileError(f"{ref.path} does not say which model it is for") from error
 
 
 def read_json_file(path: Path) -> dict[str, Any]:

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The axis models, and the rules between their keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from sglang_sparse.config import (
+    EveryLayer,
+    FirstDense,
+    FractionBudget,
+    Geometry,
+    KeySketch,
+    PageMinMax,
+    SparseConfig,
+    TokenBudget,
+    preset_hash,
+)
+
+GEOMETRY = Geometry(
+    name="small", num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=64
+)
+
+
+def config_of(**changes: Any) -> SparseConfig:
+    content: dict[str, Any] = {
+        "layers": FirstDense(n=2),
+        "score": KeySketch(),
+        "budget": TokenBudget(tokens=2048),
+    }
+    return SparseConfig.model_validate(content | changes)
+
+
+def test_a_config_is_immutable_and_hashable() -> None:
+    config = config_of()
+    with pytest.raises(ValidationError):
+        config.budget = TokenBudget(tokens=1)
+    assert hash(config) == hash(config_of())
+
+
+def test_values_are_never_converted_from_another_type() -> None:
+    with pytest.raises(ValidationError):
+        TokenBudget.model_validate({"kind": "tokens", "tokens": "2048"})
+    with pytest.raises(ValidationError):
+        TokenBudget.model_validate({"kind": "tokens", "tokens": True})
+
+
+def test_first_dense_layers_are_the_ones_that_do_not_select() -> None:
+    assert config_of().sparse_layers(6) == (2, 3, 4, 5)
+    assert config_of(layers=EveryLayer()).sparse_layers(3) == (0, 1, 2)
+
+
+def test_a_fixed_budget_has_no_fraction_and_its_tokens_as_the_floor() -> None:
+    budget = TokenBudget(tokens=512)
+    assert (budget.floor, budget.fraction) == (512, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("context", "units"), [(1_000, 1_000), (2_048, 2_048), (4_096, 2_048), (100_000, 10_000)]
+)
+def test_capacity_follows_the_context_but_never_exceeds_it(context: int, units: int) -> None:
+    config = config_of(budget=FractionBudget(fraction=0.1, floor=2_048))
+    assert config.capacity_units(context) == units
+
+
+def test_capacity_is_counted_in_pages_for_a_page_score() -> None:
+    config = config_of(score=PageMinMax(), budget=TokenBudget(tokens=2_050))
+    assert config.unit == 16
+    assert config.capacity_units(100_000) == 129
+
+
+@given(
+    score=st.sampled_from([KeySketch(), PageMinMax(), PageMinMax(logical_page=32)]),
+    sink=st.integers(0, 200),
+    recent=st.integers(0, 200),
+    domain=st.integers(1, 2_000),
+)
+def test_forced_units_bound_what_sinks_and_recent_tokens_touch(
+    score: KeySketch | PageMinMax, sink: int, recent: int, domain: int
+) -> None:
+    config = config_of(score=score, sink_tokens=sink, recent_tokens=recent)
+    unit = score.unit
+    last = -(-domain // unit)
+    forced = {
+        index
+        for index in range(last)
+        if index < -(-sink // unit) or index >= max(0, domain - recent) // unit
+    }
+    assert len(forced) <= config.forced_units
+
+
+def test_the_smallest_budget_is_what_is_forced_and_one_unit() -> None:
+    # 16 sinks are 1 page; 64 recent tokens touch up to 5 pages of 16; one more makes 7.
+    assert config_of(score=PageMinMax(), budget=TokenBudget(tokens=112))
+    with pytest.raises(ValidationError, match=r"budget.tokens of at least 112"):
+        config_of(score=PageMinMax(), budget=TokenBudget(tokens=111))
+
+
+def test_a_fraction_budget_is_held_to_the_rule_by_its_floor() -> None:
+    with pytest.raises(ValidationError, match=r"budget.floor of at least 81"):
+        config_of(budget=FractionBudget(fraction=0.5, floor=80))
+
+
+def test_a_logical_page_must_divide_the_page() -> None:
+    assert config_of(score=PageMinMax(logical_page=32), page_size=64)
+    with pytest.raises(ValidationError, match=r"allowed: score.logical_page 16\|32"):
+        config_of(score=PageMinMax(logical_page=64), page_size=32)
+
+
+def test_no_more_channels_than_the_model_has() -> None:
+    assert config_of(score=KeySketch(channels=64), model=GEOMETRY)
+    with pytest.raises(ValidationError, match=r"allowed: score.channels 1 to 64"):
+        config_of(score=KeySketch(channels=65), model=GEOMETRY)
+
+
+def test_at_least_one_layer_stays_sparse() -> None:
+    assert config_of(layers=FirstDense(n=5), model=GEOMETRY)
+    with pytest.raises(ValidationError, match=r"allowed: layers.n 1 to 5"):
+        config_of(layers=FirstDense(n=6), model=GEOMETRY)
+
+
+def test_the_hash_ignores_the_description_and_nothing_else() -> None:
+    config = config_of(model=GEOMETRY)
+    assert preset_hash(config) == preset_hash(config_of(model=GEOMETRY, description="other words"))
+    changes: list[dict[str, Any]] = [
+        {"layers": EveryLayer()},
+        {"score": KeySketch(refresh_every=1)},
+        {"budget": TokenBudget(tokens=2_049)},
+        {"recent_tokens": 65},
+        {"model": None},
+    ]
+    hashes = {preset_hash(config_of(**({"model": GEOMETRY} | change))) for change in changes}
+    assert len(hashes | {preset_hash(config)}) == len(changes) + 1
+
+
+def test_geometry_is_read_from_a_hugging_face_config() -> None:
+    full = {
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 2560,
+    }
+    assert Geometry.from_hf_config(full, name="a").shape == (36, 32, 8, 128)
+    plain = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 256}
+    assert Geometry.from_hf_config(plain, name="b").shape == (2, 4, 4, 64)
+
+
+def test_geometries_match_whatever_their_names() -> None:
+    assert GEOMETRY.matches(GEOMETRY.model_copy(update={"name": "other"}))
+    assert not GEOMETRY.matches(GEOMETRY.model_copy(update={"head_dim": 128}))

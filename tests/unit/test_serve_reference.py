@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher behind `make serve`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from sglang_sparse import serve_reference
+from sglang_sparse.serve_reference import example_lines, server_command, server_url
+
+MODEL = Path("configs/reference/model")
+
+
+def test_the_server_runs_sparsely_on_the_reference_model() -> None:
+    command = server_command([], model=MODEL, on_cpu=False)
+    assert command[1:3] == ["-m", "sglang.launch_server"]
+    assert command[command.index("--model-path") + 1] == str(MODEL)
+    assert command[command.index("--attention-backend") + 1] == "sparse"
+    assert command[command.index("--sparse-method") + 1] == "sparcas"
+    assert "--device" not in command
+
+
+def test_only_a_machine_without_an_accelerator_gets_the_cpu_flags() -> None:
+    command = server_command([], model=MODEL, on_cpu=True)
+    assert command[command.index("--device") + 1] == "cpu"
+    assert "--disable-overlap-schedule" in command
+
+
+def test_arguments_of_the_user_win() -> None:
+    command = server_command(["--port", "31000", "--host=0.0.0.0"], model=MODEL, on_cpu=True)
+    assert server_url(command) == "http://127.0.0.1:31000"
+    assert server_url(server_command([], model=MODEL, on_cpu=True)) == "http://127.0.0.1:30000"
+
+
+def test_the_printed_lines_survive_a_shell() -> None:
+    curl, client = (shlex.split(line) for line in example_lines("http://127.0.0.1:30000"))
+    assert curl[:2] == ["curl", "http://127.0.0.1:30000/v1/chat/completions"]
+    assert json.loads(curl[-1])["model"] == "reference"
+    ast.parse(client[-1])
+    assert "base_url='http://127.0.0.1:30000/v1'" in client[-1]
+
+
+def test_a_missing_model_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve_reference, "configs_dir", lambda: tmp_path)
+    assert serve_reference.main([]) == 2
+    assert capsys.readouterr().err.startswith(f"error: no model at {tmp_path}")
