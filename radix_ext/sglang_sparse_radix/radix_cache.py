@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's radix tree, kept in step with the KV planes.
+
+Seams (sglang 0.5.17, under `sglang/srt/mem_cache/`):
+  `registry.py`: `register_radix_cache_backend`, `create_tree_cache` (calls the factory, also when
+      the radix cache is disabled), `default_radix_cache_factory`
+  `radix_cache.py`: `RadixCache._split_node`, `_insert_helper`, `_delete_leaf`, `reset`,
+      `cache_unfinished_req`, `cache_finished_req`
+
+Invariant 1: for every page reachable from a running request or from the tree, each plane equals
+recomputation from the KV rows now in that page. Planes are indexed by the physical page, and a
+page's rows and planes are written by one forward pass (`SparseMHATokenToKVPool.update_planes`).
+What remains to show is that no tree operation changes the rows of a reachable page, or makes a page
+reachable whose planes were not computed:
+
+  insert: stores the page ids of a request's whole pages. Their rows were written, and their planes
+      updated, by forward passes already queued on the stream, so every later reader is ordered
+      behind both. The partly filled last page stays with the request, which alone writes it.
+  insert of a duplicate: the request's copy is freed, and its row of `req_to_token` rewritten to
+      the tree's pages. Those were right before and are not written again: the row's next token
+      lies behind them.
+  match: reads only, and splits.
+  split: divides a node's list of page ids at a page boundary. No page changes hands.
+  evict: frees the pages of an unlocked leaf, which no request reaches. A freed page is reachable
+      again only once it is handed out, and its new owner rewrites an entry whenever it writes a row
+      that the entry covers: min and max from the first row of the logical page, the sketch token by
+      token. What the earlier owner left is thus never read.
+  finish, abort, retraction: free what the tree did not take. Retraction (`is_insert=False`) leaves
+      the shared prefix to the tree; the rest is recomputed in pages allocated anew.
+  reset (`/flush_cache`): drops the tree and clears the allocator. No page is reachable.
+
+So planes are never copied, moved or invalidated here. What the tree adds are advisory hints per
+node and counts of the prefix tokens whose planes a request reused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.registry import (
+    default_radix_cache_factory,
+    get_radix_cache_factory,
+    register_radix_cache_backend,
+)
+
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool
+from sglang_sparse_radix.refusals import find_unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+
+BACKEND_NAME = "sparse"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHint:
+    """Advice that a node carries about the prefix ending in it. Never needed for a right answer.
+
+    Everything is logical, counted from the start of the sequence: physical slots change hands.
+
+    Attributes:
+        end: tokens of the prefix that ends with this node; a multiple of the page size.
+        unit: tokens of one of `units`; 0 when nothing was recorded.
+        units: ascending logical units within `[0, end)` that a request last selected at this
+            prefix.
+    """
+
+    end: int
+    unit: int = 0
+    units: tuple[int, ...] = ()
+
+    def cut(self, end: int) -> NodeHint:
+        """The hint for the first `end` tokens: units that reach past it are dropped."""
+        kept = tuple(u for u in self.units if (u + 1) * self.unit <= end)
+        return replace(self, end=end, units=kept, unit=self.unit if kept else 0)
+
+
+@dataclass(slots=True)
+class PlaneReuse:
+    """Monotonic counts since start; they survive `/flush_cache`.
+
+    A prefill counts once for each time a request gets a row: again after a retraction, not again
+    for further chunks. Tokens count when the prefill ran, not when the scheduler only looked the
+    prefix up.
+
+    Attributes:
+        prefills: prefills counted.
+        prefills_with_reuse: those whose prefix was at least partly in the tree.
+        tokens: prefix tokens whose K, V and planes were taken from the tree.
+        pages: the same in physical pages.
+    """
+
+    prefills: int = 0
+    prefills_with_reuse: int = 0
+    tokens: int = 0
+    pages: int = 0
+
+
+class SparseRadixCache(RadixCache):
+    """`RadixCache` with a `NodeHint` per node and `PlaneReuse` counts.
+
+    Attributes:
+        plane_reuse: counts, for metrics to read.
+    """
+
+    plane_reuse: PlaneReuse
+
+    def __init__(self, params: CacheInitParams) -> None:
+        """Takes what `RadixCache` takes."""
+        self.plane_reuse = PlaneReuse()
+        self._hints: dict[int, NodeHint] = {}
+        self._counted_generation: dict[int, int] = {}
+        super().__init__(params)
+
+    # -- hints -----------------------------------------------------------------------------------
+
+    def hint(self, node: TreeNode) -> NodeHint:
+        """The hint of `node`; the empty one for the root.
+
+        Raises:
+            KeyError: the node is not in the tree (evicted, or of an earlier tree).
+        """
+        return NodeHint(end=0) if node is self.root_node else self._hints[node.id]
+
+    def annotate(self, node: TreeNode, units: Sequence[int], unit: int) -> None:
+        """Record what a request selected at the prefix that ends with `node`; the last caller wins.
+
+        Args:
+            node: a node of this tree, such as `req.last_node`. For the root nothing is recorded.
+            units: logical units of the request, any order; those that reach past the node are
+                dropped.
+            unit: tokens a unit, at least 1.
+
+        Raises:
+            KeyError: the node is not in the tree.
+            ValueError: `unit` is below 1 or a unit is negative.
+        """
+        if unit < 1 or any(u < 0 for u in units):
+            raise ValueError(
+                f"units must be >= 0 and unit >= 1, got {list(units)[:8]}, unit={unit}"
+            )
+        if node is self.root_node:
+            return
+        end = self._hints[node.id].end
+        whole = NodeHint(end=end, unit=unit, units=tuple(sorted(set(units))))
+        self._hints[node.id] = whole.cut(end)
+
+    def num_hints(self) -> int:
+        """Hints held: one a node, the root aside."""
+        return len(self._hints)
+
+    # -- tree operations -------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Drop the tree and its hints; the caller clears the allocator (`/flush_cache`)."""
+        self._hints.clear()
+        # Clearing the request pool restarts its generation counts.
+        self._counted_generation.clear()
+        super().reset()
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        whole = self._hints[child.id]
+        upper = super()._split_node(key, child, split_len)
+        # `child` now is the lower part and ends where it did.
+        self._hints[upper.id] = whole.cut(whole.end - len(child.key))
+        return upper
+
+    def _insert_helper(self, node: TreeNode, *args: Any, **kwargs: Any) -> tuple[int, TreeNode]:
+        prefix_len, last = super()._insert_helper(node, *args, **kwargs)
+        if last is not self.root_node and last.id not in self._hints:
+            self._hints[last.id] = NodeHint(end=self.hint(last.parent).end + len(last.key))
+        return prefix_len, last
+
+    def _delete_leaf(self, node: TreeNode) -> None:
+        super()._delete_leaf(node)
+        del self._hints[node.id]
+
+    # -- counting --------------------------------------------------------------------------------
+
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
+        """See `RadixCache`; counts the reused prefix on a row's first call."""
+        self._count_reuse(req)
+        super().cache_unfinished_req(req, chunked=chunked)
+
+    def cache_finished_req(
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
+    ) -> None:
+        """See `RadixCache`; counts the reused prefix on a row's first call."""
+        self._count_reuse(req)
+        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    def _count_reuse(self, req: Req) -> None:
+        row = req.req_pool_idx
+        generation = int(self.req_to_token_pool.req_generation[row])
+        if self._counted_generation.get(row) == generation:
+            return
+        self._counted_generation[row] = generation
+        # Until the row's first insert, what the tree protects is what the request matched.
+        reused = req.cache_protected_len
+        self.plane_reuse.prefills += 1
+        self.plane_reuse.prefills_with_reuse += reused > 0
+        self.plane_reuse.tokens += reused
+        self.plane_reuse.pages += reused // self.page_size
+
+
+def create_sparse_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
+    """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
+
+    Returns:
+        A `SparseRadixCache`; with `--disable-radix-cache` what SGLang itself would build, since
+        planes need no tree.
+
+    Raises:
+        ValueError: one line naming the setting, its value, what is allowed and what to do.
+    """
+    problem = find_unsupported(ctx.server_args) or _unsupported_build(ctx)
+    if problem is not None:
+        raise ValueError(problem)
+    if ctx.disable_radix_cache:
+        return default_radix_cache_factory(ctx)
+    return SparseRadixCache(ctx.params)
+
+
+def register() -> None:
+    """Register the factory as `"sparse"`; calling it again is harmless.
+
+    Raises:
+        ValueError: the name is taken by someone else.
+    """
+    if get_radix_cache_factory(BACKEND_NAME) is not create_sparse_radix_cache:
+        register_radix_cache_backend(BACKEND_NAME, create_sparse_radix_cache)
+
+
+def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:
+    kinds = {
+        "hybrid sliding-window": ctx.is_hybrid_swa,
+        "hybrid state-space": ctx.is_hybrid_ssm,
+        "DeepSeek sparse attention": ctx.is_dsa,
+    }
+    for kind, found in kinds.items():
+        if found:
+            return (
+                f"--model-path is a {kind} model; the sparse KV planes allow full-attention MHA "
+                "and GQA models; serve it without --attention-backend sparse"
+            )
+    if ctx.enable_hierarchical_cache:
+        return (
+            "--enable-hierarchical-cache is on: host-cached KV pages have no planes yet; "
+            "allowed: unset; start without --enable-hierarchical-cache"
+        )
+    if ctx.params.is_eagle:
+        return (
+            "--speculative-algorithm asks for bigram tree keys; allowed: unset; "
+            "start without --speculative-algorithm"
+        )
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    if not isinstance(pool, SparseMHATokenToKVPool):
+        return (
+            f"--radix-cache-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}; allowed: "
+            f"{SparseMHATokenToKVPool.__name__}; start with --attention-backend sparse"
+        )
+    if ctx.params.page_size != pool.page_size:
+        return (
+            f"--page-size is {pool.page_size} in the KV pool but {ctx.params.page_size} in the "
+            "radix cache; they must be equal; start without context parallelism"
+        )
+    try:
+        pool.plane_spec.validate_page_size(ctx.params.page_size)
+    except ValueError as error:
+        return str(error)
+    return None

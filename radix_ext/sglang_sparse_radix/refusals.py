@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Server settings under which planes and tree could not be kept right, refused at start.
+
+Reads `sglang/srt/server_args.py` `ServerArgs` fields and `sglang/srt/environ.py` switches. A field
+that this SGLang does not have cannot have been set, so it counts as allowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_LEAVE = "or serve without --attention-backend sparse"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One `ServerArgs` field and the values of it that the planes support."""
+
+    field: str
+    allowed: tuple[Any, ...]
+    why: str
+
+    @property
+    def flag(self) -> str:
+        """The command-line spelling."""
+        return "--" + self.field.replace("_", "-")
+
+    def violation(self, value: object) -> str | None:
+        """One line for a value that is not allowed, else None."""
+        if value in self.allowed:
+            return None
+        allowed = " or ".join(
+            dict.fromkeys("unset" if a is None or a is False else str(a) for a in self.allowed)
+        )
+        return (
+            f"{self.flag} is {value!r}: {self.why}; allowed: {allowed}; "
+            f"start without {self.flag}, {_LEAVE}"
+        )
+
+
+_OFF = (False, None)
+
+RULES: tuple[Rule, ...] = (
+    Rule("enable_hierarchical_cache", _OFF, "host-cached KV pages have no planes yet"),
+    Rule("enable_lmcache", _OFF, "KV pages loaded by LMCache have no planes"),
+    Rule("enable_flexkv", _OFF, "KV pages loaded by FlexKV have no planes"),
+    Rule("enable_hisparse", _OFF, "its host-offloaded KV has no planes"),
+    Rule(
+        "disaggregation_mode",
+        ("null", None),
+        "KV received from another server has no planes yet",
+    ),
+    Rule(
+        "disaggregation_decode_enable_offload_kvcache",
+        _OFF,
+        "KV offloaded to the host has no planes",
+    ),
+    Rule(
+        "speculative_algorithm",
+        (None,),
+        "rejected draft tokens cannot be taken out of the planes yet",
+    ),
+    Rule("dllm_algorithm", (None,), "diffusion models rewrite KV rows that the planes cover"),
+    Rule("dcp_size", (1, None), "decode context parallelism spreads a page over ranks"),
+    Rule("attn_cp_size", (1, None), "context parallelism writes KV rows from other ranks"),
+    Rule("enable_pdmux", _OFF, "it writes KV from two streams at once"),
+    Rule("enable_page_major_kv_layout", _OFF, "the planes are defined for the per-layer KV layout"),
+    Rule("enable_session_radix_cache", _OFF, "it needs SGLang's unified radix cache"),
+    Rule("enable_streaming_session", _OFF, "session-held KV is not followed by the planes yet"),
+    Rule(
+        "radix_cache_backend",
+        (None, "sparse"),
+        "only this radix cache keeps planes and tree in step",
+    ),
+)
+
+_SWITCHES = {
+    "SGLANG_USE_HND_KVCACHE": "the planes are defined for the per-layer NHD KV layout",
+    "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the planes are sized before graph capture",
+    "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "the C++ radix tree does not follow the planes",
+    "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "the unified radix tree does not follow the planes",
+}
+
+
+def find_unsupported(server_args: Any) -> str | None:
+    """The first setting that the planes do not support, as one line; None when all is well.
+
+    Args:
+        server_args: SGLang's `ServerArgs`, resolved or not.
+
+    Returns:
+        A line naming flag, value, reason, what is allowed and what to do.
+    """
+    from sglang.srt.environ import envs
+
+    for rule in RULES:
+        line = rule.violation(getattr(server_args, rule.field, rule.allowed[0]))
+        if line is not None:
+            return line
+    for name, why in _SWITCHES.items():
+        switch = getattr(envs, name, None)
+        if switch is not None and switch.get():
+            return f"{name} is set: {why}; allowed: unset; unset {name}, {_LEAVE}"
+    return None

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's process-wide configuration, published once for these tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for radix_harness
+
+
+@pytest.fixture(autouse=True)
+def published_server_args() -> Iterator[object]:
+    """SGLang reads flags from a published `ServerArgs`; its own scoped override publishes one."""
+    from sglang.srt.runtime_context import get_context
+
+    with get_context().override_server_args(
+        device="cpu", attention_backend="torch_native", radix_cache_backend="sparse"
+    ) as server_args:
+        from sglang_sparse_radix.radix_cache import register
+
+        register()
+        yield server_args
+
+
+@pytest.fixture(scope="session")
+def model_config(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """A real `ModelConfig` of a tiny Llama shape."""
+    from radix_harness import tiny_model_config
+
+    return tiny_model_config(tmp_path_factory.mktemp("tiny-llama"))

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server's memory side without the model: real SGLang pools, allocator, tree, requests, batches.
+
+Only the forward pass is stood in for: it writes random K and V through `set_kv_buffer` for each
+layer and then updates the planes, as the attention backend does. A batch is launched and run in two
+steps, so that a test can let the scheduler work on the tree in between, as the overlap scheduler
+does.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, release_req
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
+from sglang.srt.runtime_context import get_server_args
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
+from sglang_sparse_radix.radix_cache import SparseRadixCache
+
+LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
+
+RunForward = Callable[[], None]
+
+
+def tiny_model_config(folder: Path) -> ModelConfig:
+    """A real `ModelConfig` of a two-layer Llama shape."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4 * DIM,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 32,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(str(folder))
+
+
+def make_pool(
+    spec: PlaneSpec, *, page_size: int, num_pages: int, dtype: torch.dtype = torch.bfloat16
+) -> SparseMHATokenToKVPool:
+    """A pool as the out-of-tree platform's path of SGLang builds it."""
+    return bind_pool_class(spec, "torch")(
+        num_pages * page_size,
+        page_size=page_size,
+        dtype=dtype,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=LAYERS,
+    )
+
+
+def build_context(
+    pool: object, *, page_size: int, requests: ReqToTokenPool, **changes: object
+) -> TreeCacheBuildContext:
+    """What `build_kv_cache` hands to the radix-cache factory; `changes` replace fields of it."""
+    server_args = get_server_args()
+    allocator = TorchPagedTokenToKVPoolAllocator(
+        pool.size,
+        page_size=page_size,
+        dtype=pool.dtype,
+        device="cpu",
+        kvcache=pool,
+        need_sort=False,
+    )
+    allocator.debug_mode = True
+    disable = bool(changes.get("disable_radix_cache", False))
+    fields: dict[str, object] = {
+        "server_args": server_args,
+        "params": CacheInitParams(
+            disable=disable,
+            req_to_token_pool=requests,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+        ),
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "enable_hierarchical_cache": False,
+        "disable_radix_cache": disable,
+        "effective_chunked_prefill_size": 512,
+        "tp_worker": None,
+        "model_config": None,
+        "tp_size": 1,
+        "tp_rank": 0,
+        "tp_group": None,
+    }
+    return TreeCacheBuildContext(**(fields | changes))
+
+
+class MemorySide:
+    """Requests moving through real pools and a real tree, one scheduler step a method."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        spec: PlaneSpec,
+        *,
+        page_size: int,
+        num_pages: int,
+        dtype: torch.dtype = torch.bfloat16,
+        max_requests: int = 6,
+        seed: int = 0,
+        disable_radix_cache: bool = False,
+    ) -> None:
+        self.page_size = page_size
+        self.model_config = model_config
+        self.random = torch.Generator().manual_seed(seed)
+        self.pool = make_pool(spec, page_size=page_size, num_pages=num_pages, dtype=dtype)
+        self.requests = ReqToTokenPool(
+            size=max_requests,
+            max_context_len=num_pages * page_size,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        context = build_context(
+            self.pool,
+            page_size=page_size,
+            requests=self.requests,
+            disable_radix_cache=disable_radix_cache,
+        )
+        self.tree = create_tree_cache(context)
+        self.allocator = context.params.token_to_kv_pool_allocator
+        self.layers = [
+            RadixAttention(2 * HEADS, DIM, 1.0, num_kv_heads=HEADS, layer_id=i)
+            for i in range(LAYERS)
+        ]
+        self.waiting: list[Req] = []
+        self.chunked: Req | None = None
+        self.running: ScheduleBatch | None = None
+        self.before_update: Callable[[], bool] = lambda: True
+        self._next_rid = 0
+
+    # -- the forward pass ------------------------------------------------------------------------
+
+    def launch(self, batch: ScheduleBatch, starts: list[int]) -> RunForward:
+        """What one forward pass will do, with the row and the slots it was launched with."""
+        ends = batch.seq_lens_cpu.to(torch.int32)
+        rows = self.requests.req_to_token[batch.req_pool_indices]
+        page_table = (rows[:, :: self.page_size] // self.page_size).contiguous()
+        start = torch.tensor(starts, dtype=torch.int32)
+        slots = batch.out_cache_loc
+
+        def run() -> None:
+            for layer in self.layers:
+                self.pool.set_kv_buffer(
+                    layer, KVWriteLoc(slots), self._random_rows(slots), self._random_rows(slots)
+                )
+            if self.before_update():
+                self.pool.update_planes(
+                    page_table, start, ends, max_new_tokens=int((ends - start).max())
+                )
+
+        return run
+
+    def _random_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        shape = (len(slots), HEADS, DIM)
+        # Magnitudes from tiny to beyond fp8's range, and a zero row now and then.
+        scale = 10.0 ** torch.randint(-3, 4, (len(slots), 1, 1), generator=self.random)
+        zero = torch.rand((len(slots), 1, 1), generator=self.random) < 0.05
+        rows = torch.randn(shape, generator=self.random) * scale
+        return rows.masked_fill(zero, 0.0).to(self.pool.dtype)
+
+    # -- scheduler steps -------------------------------------------------------------------------
+
+    def submit(self, tokens: list[int], max_new_tokens: int = 64) -> Req:
+        """A new request, waiting."""
+        self._next_rid += 1
+        params = SamplingParams(max_new_tokens=max_new_tokens)
+        req = Req(f"r{self._next_rid}", "", array("q", tokens), params, vocab_size=VOCAB)
+        self.waiting.append(req)
+        return req
+
+    def prefill(self, chunk_tokens: int, *, overlap: bool = False) -> list[Req]:
+        """One extend batch of at most `chunk_tokens`; a prompt that does not fit is chunked."""
+        batch_reqs: list[Req] = []
+        budget = chunk_tokens
+        if self.chunked is not None:
+            self.chunked.init_next_round_input()
+            budget -= self._set_extend(self.chunked, budget)
+            batch_reqs.append(self.chunked)
+        while self.waiting and budget > 0 and self.requests.available_size() > len(batch_reqs):
+            req = self.waiting[0]
+            req.init_next_round_input(self.tree)
+            self.tree.inc_lock_ref(req.last_node)
+            if not self._fits([*batch_reqs, req], budget):
+                self.tree.dec_lock_ref(req.last_node)
+                break
+            budget -= self._set_extend(req, budget)
+            batch_reqs.append(self.waiting.pop(0))
+        if not batch_reqs or not self._fits(batch_reqs, 0):
+            return []
+        partial = [r for r in batch_reqs if r.extend_range.end < len(r.full_untruncated_fill_ids)]
+        batch = ScheduleBatch.init_new(
+            batch_reqs,
+            self.requests,
+            self.allocator,
+            self.tree,
+            self.model_config,
+            enable_overlap=overlap,
+            spec_algorithm=SpeculativeAlgorithm.NONE,
+            chunked_req=partial[0] if partial else None,
+        )
+        batch.prepare_for_extend()
+        for req in partial:
+            req.inflight_middle_chunks += 1
+        run = self.launch(batch, [len(r.prefix_indices) for r in batch_reqs])
+        if not overlap:
+            run()
+        for req in batch_reqs:
+            if req in partial:
+                maybe_cache_unfinished_req(req, self.tree, chunked=True)
+                req.inflight_middle_chunks -= 1
+            else:
+                self._append_token(req)
+                maybe_cache_unfinished_req(req, self.tree)
+        if overlap:
+            run()
+        self.chunked = partial[0] if partial else None
+        self._join_running(batch)
+        return batch_reqs
+
+    def decode(self, finish: int | None = None, *, overlap: bool = False) -> list[Req]:
+        """One decode step; request number `finish` ends with it. Returns who was retracted.
+
+        With `overlap`, the ending request is released between launch and run, when its extra step
+        is already in flight.
+        """
+        if self.running is None:
+            return []
+        retracted: list[Req] = []
+        if not self.running.check_decode_mem():
+            retracted, _, aborted = self.running.retract_decode(get_server_args())
+            self.waiting.extend(retracted)
+            if self.running.is_empty():
+                self.running = None
+            if self.running is None or aborted:
+                return retracted
+        batch = self.running
+        batch.prepare_for_decode()
+        run = self.launch(batch, (batch.seq_lens_cpu - 1).tolist())
+        ending = batch.reqs[finish % len(batch.reqs)] if finish is not None else None
+        if overlap and ending is not None:
+            self.release(ending)
+        run()
+        for req in batch.reqs:
+            if req is not ending:
+                self._append_token(req)
+        if ending is not None:
+            if not overlap:
+                self.release(ending)
+            self._leave_running(ending)
+        return retracted
+
+    def release(self, req: Req, *, is_insert: bool = True) -> None:
+        """Finish or abort, as the batch-result processor does it."""
+        self.allocator.free_group_begin()
+        release_kv_cache(req, self.tree, is_insert=is_insert)
+        self.allocator.free_group_end()
+
+    def abort_chunked(self) -> None:
+        """Abort the request whose prompt is half prefilled."""
+        assert self.chunked is not None
+        release_kv_cache(self.chunked, self.tree, is_insert=False)
+        self.chunked = None
+
+    def retract(self, index: int) -> None:
+        """Release a running request's memory; it waits to be recomputed."""
+        assert self.running is not None
+        req = self.running.reqs[index % len(self.running.reqs)]
+        release_req(
+            req=req,
+            remaing_req_count=len(self.running.reqs) - 1,
+            server_args=get_server_args(),
+            req_to_token_pool=self.requests,
+            token_to_kv_pool_allocator=self.allocator,
+            tree_cache=self.tree,
+            hisparse_coordinator=None,
+        )
+        self._leave_running(req)
+        self.waiting.append(req)
+
+    def flush(self) -> None:
+        """`/flush_cache` on an idle server: end every request first."""
+        self.waiting.clear()
+        if self.chunked is not None:
+            self.abort_chunked()
+        while self.running is not None:
+            req = self.running.reqs[0]
+            self.release(req)
+            self._leave_running(req)
+        self.tree.reset()
+        self.requests.clear()
+        self.allocator.clear()
+
+    def _set_extend(self, req: Req, budget: int) -> int:
+        start = len(req.prefix_indices)
+        end = min(len(req.full_untruncated_fill_ids), start + budget)
+        req.set_extend_range(start, end)
+        return end - start
+
+    def _fits(self, reqs: list[Req], extra: int) -> bool:
+        need = extra + len(reqs) * self.page_size
+        need += sum(r.extend_range.length for r in reqs if r.extend_range is not None)
+        return self.allocator.available_size() + self.tree.evictable_size() >= need
+
+    def _append_token(self, req: Req) -> None:
+        req.output_ids.append(int(torch.randint(VOCAB, (1,), generator=self.random)))
+
+    def _join_running(self, batch: ScheduleBatch) -> None:
+        batch.filter_batch(chunked_req_to_exclude=self.chunked)
+        if batch.is_empty():
+            return
+        if self.running is None:
+            self.running = batch
+        else:
+            self.running.merge_batch(batch)
+
+    def _leave_running(self, req: Req) -> None:
+        assert self.running is not None
+        keep = [i for i, other in enumerate(self.running.reqs) if other is not req]
+        self.running.filter_batch(keep_indices=keep)
+        if self.running.is_empty():
+            self.running = None
+
+    # -- what must hold --------------------------------------------------------------------------
+
+    def live_requests(self) -> list[Req]:
+        """Requests that own a row."""
+        reqs = list(self.running.reqs) if self.running is not None else []
+        return reqs if self.chunked is None else [*reqs, self.chunked]
+
+    def reachable_pages(self) -> dict[int, int]:
+        """Physical page -> rows of it that a request or the tree may read."""
+        found: dict[int, int] = {}
+        for node in tree_nodes(self.tree):
+            for page in self._page_ids(node.value):
+                found[page] = self.page_size
+        for req in self.live_requests():
+            slots = self.requests.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+            for i, page in enumerate(self._page_ids(slots)):
+                rows = min(self.page_size, req.kv_committed_len - i * self.page_size)
+                found[page] = max(found.get(page, 0), rows)
+        return found
+
+    def _page_ids(self, slots: torch.Tensor) -> list[int]:
+        pages = slots[:: self.page_size] // self.page_size
+        offsets = torch.arange(len(slots)) % self.page_size
+        expected = pages.repeat_interleave(self.page_size)[: len(slots)] * self.page_size + offsets
+        assert torch.equal(slots.long(), expected.long()), "slots do not lie in whole pages"
+        return pages.tolist()
+
+    def check(self) -> None:
+        """Planes equal recomputation, no page is lost or owned twice, hints fit the tree."""
+        reachable = self.reachable_pages()
+        assert 0 not in reachable, "the padding page was handed out"
+        pages = torch.tensor(list(reachable), dtype=torch.int64)
+        rows = torch.tensor(list(reachable.values()), dtype=torch.int64)
+        wrong = self.pool.verify_planes(pages, rows)
+        assert not wrong, f"planes differ from recomputation: {wrong[:4]}"
+        for name, plane in self.pool.planes.tensors().items():
+            assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
+        free = self.allocator.available_size() // self.page_size
+        assert free + len(reachable) == self.pool.num_pages - 1, "pages lost or owned twice"
+        if isinstance(self.tree, SparseRadixCache):
+            check_hints(self.tree)
+
+
+def tree_nodes(tree: object) -> list[object]:
+    """All nodes of a radix tree but the root; none for a cache without a tree."""
+    root = getattr(tree, "root_node", None)
+    stack = [] if root is None else list(root.children.values())
+    nodes = []
+    while stack:
+        node = stack.pop()
+        nodes.append(node)
+        stack.extend(node.children.values())
+    return nodes
+
+
+def check_hints(tree: SparseRadixCache) -> None:
+    """One hint a node; each ends where its node ends and names units that lie before that end."""
+    nodes = tree_nodes(tree)
+    assert tree.num_hints() == len(nodes)
+    for node in nodes:
+        hint = tree.hint(node)
+        assert hint.end == tree.hint(node.parent).end + len(node.key)
+        assert list(hint.units) == sorted(set(hint.units))
+        assert all((unit + 1) * hint.unit <= hint.end for unit in hint.units)
