@@ -7,14 +7,14 @@ needs from a choice is a plain attribute here, so that a new choice adds no bran
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 PageSize = Literal[16, 32, 64]
-# Counts travel in int32 and are multiplied by fractions in fp32, which is exact up to here.
+# Counts travel in int32 and are added up there; no context comes near this.
 MAX_COUNT = 2**24
+MILLION = 1_000_000
 
 
 class Choice(BaseModel):
@@ -48,7 +48,7 @@ class PageMinMax(Choice):
     """Upper bound of q·k over a logical page, from its channel-wise key min and max (Quest)."""
 
     kind: Literal["page_minmax"] = "page_minmax"
-    logical_page: PageSize = Field(
+    logical_page: Literal[16] = Field(
         default=16, description="Tokens that share one min/max pair and are selected together."
     )
     reduce: Literal["max", "sum"] = Field(
@@ -108,7 +108,9 @@ class FractionBudget(Choice):
     """A share of the context, never less than a floor."""
 
     kind: Literal["fraction"] = "fraction"
-    fraction: float = Field(gt=0.0, le=1.0, description="Share of the context's tokens to select.")
+    fraction: float = Field(
+        ge=1 / MILLION, le=1.0, description="Share of the context to select, to one millionth."
+    )
     floor: int = Field(ge=1, le=MAX_COUNT, description="Fewest tokens to select.")
 
 
@@ -146,4 +148,6 @@ Budget = Annotated[TokenBudget | FractionBudget, Field(discriminator="kind")]
 
 def budget_tokens(budget: TokenBudget | FractionBudget, context_len: int) -> int:
     """Return how many tokens `budget` keeps of a context of `context_len` tokens."""
-    return max(budget.floor, math.ceil(budget.fraction * context_len))
+    # In integers, as on the device: a float product could differ by one token from what is planned.
+    share = context_len * round(budget.fraction * MILLION)
+    return max(budget.floor, -(-share // MILLION))

@@ -18,7 +18,6 @@ from sglang_sparse.config.axes import (
     FirstDense,
     KeySketch,
     Layers,
-    PageMinMax,
     PageSize,
     RetainAll,
     RetrievalHeads,
@@ -134,14 +133,6 @@ class SparseConfig(Choice):
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
         self._check_budget_holds_forced_tokens()
-        if isinstance(self.score, PageMinMax) and self.page_size % self.score.logical_page:
-            divisors = [size for size in (16, 32, 64) if self.page_size % size == 0]
-            raise InvalidConfig(
-                f"score.logical_page {self.score.logical_page} does not divide page_size "
-                f"{self.page_size}",
-                allowed=f"score.logical_page {'|'.join(map(str, divisors))}",
-                remedy="lower score.logical_page or raise page_size",
-            )
         if self.model is not None:
             check_fits(self, self.model)
         return self
