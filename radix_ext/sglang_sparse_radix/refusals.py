@@ -26,17 +26,22 @@ class Rule:
         """The command-line spelling."""
         return "--" + self.field.replace("_", "-")
 
+    @property
+    def allowed_text(self) -> str:
+        """The allowed values, for messages."""
+        names = ["unset" if a is None or a is False else str(a) for a in self.allowed]
+        return " or ".join(dict.fromkeys(names))
+
+    @property
+    def remedy(self) -> str:
+        """What to do about a value that is not allowed."""
+        return f"start without {self.flag}, {_LEAVE}"
+
     def violation(self, value: object) -> str | None:
         """One line for a value that is not allowed, else None."""
         if value in self.allowed:
             return None
-        allowed = " or ".join(
-            dict.fromkeys("unset" if a is None or a is False else str(a) for a in self.allowed)
-        )
-        return (
-            f"{self.flag} is {value!r}: {self.why}; allowed: {allowed}; "
-            f"start without {self.flag}, {_LEAVE}"
-        )
+        return f"{self.flag} is {value!r}: {self.why}; allowed: {self.allowed_text}; {self.remedy}"
 
 
 _OFF = (False, None)

@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend: an inner dense backend, and a selection in front of long rows' decode.
+
+Contract: ``layers/attention/base_attn_backend.py: AttentionBackend``. Prefill and rows that are
+too short to gain run on the inner backend, chosen once. Planes are brought up to date once a
+step for all layers, after the last layer: the token written at this step is always attended to,
+so no selection of this step needs its plane entry.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_sparse import banner, hooks, pools
+from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
+from sglang_sparse.backend.selection import Limits, SelectionBuffers
+from sglang_sparse.checks import check_layer, refuse
+from sglang_sparse.config import ConfigError
+from sglang_sparse.graph_variants import Variant
+from sglang_sparse.launch import launch_of
+from sglang_sparse_kernels.plan import DecodePlan, plan_decode, snapshot_page_table
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+_INNER_ON = {"triton": "flashinfer", "torch": "torch_native"}
+
+
+class SparseAttentionBackend(AttentionBackend):
+    """Selects what long rows attend to; everything else is the inner backend's.
+
+    Attributes:
+        inner: the dense backend.
+        variant: which decode graph the batch being prepared uses.
+        variant_to_capture: set by the capture loop (:mod:`sglang_sparse.graph_variants`).
+    """
+
+    needs_cpu_seq_lens = True  # they choose the graph
+
+    def __init__(self, runner: ModelRunner) -> None:
+        """Build the inner backend and compile the layers' programs.
+
+        Raises:
+            ConfigError: a hook lost its target, or the model or pool is not supported.
+        """
+        super().__init__()
+        hooks.verify()
+        launch = launch_of(runner.server_args)
+        if launch is None:
+            raise ConfigError(
+                flag="--attention-backend",
+                value="sparse",
+                problem="no sparse configuration reached this process",
+                allowed="a start through sglang.launch_server, sglang serve or sglang.Engine",
+                remedy="start it that way",
+            )
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, SparseMHATokenToKVPool):
+            raise refuse(
+                "--model-path",
+                runner.server_args.model_path,
+                "models with the plain MHA KV pool",
+                f"this model's pool is {type(pool).__name__}: serve it dense",
+            )
+        self.launch = launch
+        self.config = launch.config
+        self.impl = pools.implementation()
+        self.token_to_kv_pool = pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.device = torch.device(runner.device)
+        self.max_context_len = runner.model_config.context_len
+
+        inner = self.config.inner
+        self.inner_name = _INNER_ON[self.impl] if inner == "auto" else inner
+        self.inner: AttentionBackend = ATTENTION_BACKENDS[self.inner_name](runner)
+
+        kv_heads, head_dim = pool.head_num, pool.head_dim
+        query_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        # Row 0 of the request table is SGLang's padding row.
+        self._request_slots = self.req_to_token_pool.req_to_token.shape[0]
+        self.limits = Limits.of(
+            self.config,
+            max_context=self.req_to_token_pool.req_to_token.shape[1],
+            kv_heads=kv_heads,
+            max_rows=self._request_slots,
+        )
+        layers = selecting_layers(self.config, pool.start_layer, pool.end_layer)
+        self.buffers = SelectionBuffers(
+            self.limits,
+            keep=self.config.cadence.every > 1,
+            layers=len(layers),
+            request_slots=self._request_slots,
+            kv_heads=kv_heads,
+            query_heads=query_heads,
+            head_dim=head_dim,
+            device=self.device,
+        )
+        self.programs = compile_programs(
+            self.config, pool, self.buffers, layers, self._request_slots, self.impl
+        )
+        score = self.config.score
+        self._refresh_every = score.refresh_every if score.kind == "key_sketch" else 1
+        self._last_layer = pool.end_layer - 1
+        self._max_pages = -(-self.req_to_token_pool.req_to_token.shape[1] // pool.page_size)
+        # Length of each request when its last prefill ended: where its decode clock starts.
+        self._decode_start = torch.zeros(self._request_slots, dtype=torch.int32, device=self.device)
+        self._graph_plan: DecodePlan | None = None
+        self._eager_plan = DecodePlan.allocate(1, self._max_pages, self.device)
+        self._plan: DecodePlan = self._eager_plan
+        self._extend: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
+        self.variant: Variant = "dense"
+        self.variant_to_capture: Variant = "dense"
+        self.steps = {"dense": 0, "sparse": 0}
+        self._checked_layers: set[int] = set()
+        logger.info(banner.text(self))
+
+    # What SGLang reads off whatever backend it holds.
+
+    @property
+    def forward_metadata(self) -> Any:
+        return getattr(self.inner, "forward_metadata", None)
+
+    @forward_metadata.setter
+    def forward_metadata(self, value: Any) -> None:
+        self.inner.forward_metadata = value
+
+    def support_triton(self) -> bool:
+        return bool(self.inner.support_triton())
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return int(self.inner.get_cuda_graph_seq_len_fill_value())
+
+    def on_after_cuda_graph_warmup(self) -> None:
+        self.inner.on_after_cuda_graph_warmup()
+
+    # Planning, once a batch.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.inner.init_cuda_graph_state(max_bs, max_num_tokens)
+        self._graph_plan = DecodePlan.allocate(max_bs, self._max_pages, self.device)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Eager entry: plan a decode batch, or note what a prefill batch will write."""
+        if forward_batch.forward_mode.is_decode_or_idle():
+            if forward_batch.batch_size > self._eager_plan.num_rows:
+                self._eager_plan = DecodePlan.allocate(
+                    forward_batch.batch_size, self._max_pages, self.device
+                )
+            self.variant = self._choose_variant(forward_batch)
+            self._plan_decode(forward_batch, self._eager_plan)
+        else:
+            self._plan_extend(forward_batch)
+        self.inner.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Graph entry: choose the graph and fill the plan that it reads."""
+        if forward_batch.forward_mode.is_decode_or_idle():
+            assert self._graph_plan is not None
+            self.variant = (
+                self.variant_to_capture if in_capture else self._choose_variant(forward_batch)
+            )
+            self._plan_decode(forward_batch, self._graph_plan)
+        else:
+            self._plan_extend(forward_batch)
+        self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        self.inner.init_forward_metadata_in_graph(forward_batch)
+
+    def _choose_variant(self, forward_batch: ForwardBatch) -> Variant:
+        lens = forward_batch.seq_lens_cpu
+        # Without a host copy the sparse variant is right for any length, and never syncs.
+        short = lens is not None and (
+            lens.numel() == 0 or int(lens.max()) < self.config.min_sparse_tokens
+        )
+        variant: Variant = "dense" if short or not self.programs else "sparse"
+        self.steps[variant] += 1
+        return variant
+
+    def _plan_decode(self, forward_batch: ForwardBatch, buffers: DecodePlan) -> None:
+        self._plan = buffers.rows(forward_batch.batch_size)
+        plan_decode(
+            self.req_to_token_pool.req_to_token,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            self._decode_start,
+            page_size=self.token_to_kv_pool.page_size,
+            unit=self.config.unit,
+            capacity_units=self.limits.capacity_units,
+            min_sparse_tokens=self.config.min_sparse_tokens,
+            floor=self.config.budget.floor,
+            fraction=self.config.budget.fraction,
+            reselect_every=self.config.cadence.every,
+            refresh_every=self._refresh_every,
+            plan=self._plan,
+            impl=self.impl,
+        )
+
+    def _plan_extend(self, forward_batch: ForwardBatch) -> None:
+        slots, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
+        page_table = torch.zeros(
+            (slots.shape[0], self._max_pages), dtype=torch.int32, device=self.device
+        )
+        snapshot_page_table(
+            self.req_to_token_pool.req_to_token,
+            slots,
+            seq_lens,
+            page_size=self.token_to_kv_pool.page_size,
+            out=page_table,
+            impl=self.impl,
+        )
+        end = seq_lens.to(torch.int32)
+        start = forward_batch.extend_prefix_lens.to(torch.int32)
+        longest = max(forward_batch.extend_seq_lens_cpu, default=0)
+        self._extend = (page_table, start, end, longest)
+        self._decode_start[slots] = end
+
+    # Running, once a layer.
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        program = self.programs.get(layer.layer_id) if self.variant == "sparse" else None
+        if program is None:
+            out = self.inner.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+        else:
+            out = self._forward_sparse(
+                program, q, k, v, layer, forward_batch, save_kv_cache, kwargs
+            )
+        if layer.layer_id == self._last_layer:
+            plan = self._plan
+            self.token_to_kv_pool.update_planes(
+                plan.page_table, plan.update_start, plan.seq_lens, max_new_tokens=1
+            )
+        return out
+
+    def _forward_sparse(
+        self,
+        program: SelectAndAttend,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        self._check(layer, kwargs)
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(
+                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+            )
+        out = program.run(
+            q.view(-1, layer.tp_q_head_num, layer.head_dim),
+            self._plan,
+            scaling=layer.scaling,
+            logit_cap=layer.logit_cap,
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        self._check(layer, kwargs)
+        out: torch.Tensor = self.inner.forward_extend(
+            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+        )
+        if layer.layer_id == self._last_layer:
+            assert self._extend is not None
+            page_table, start, end, longest = self._extend
+            self.token_to_kv_pool.update_planes(page_table, start, end, max_new_tokens=longest)
+        return out
+
+    def _check(self, layer: RadixAttention, kwargs: dict[str, Any]) -> None:
+        """Refuse, at a layer's first call, what only the layer itself reveals."""
+        if layer.layer_id in self._checked_layers:
+            return
+        check_layer(layer)
+        if kwargs.get("sinks") is not None:
+            raise refuse(
+                "--model-path",
+                f"layer {layer.layer_id}",
+                "layers without learned sinks",
+                "serve it dense",
+            )
+        self._checked_layers.add(layer.layer_id)
+
+    def describe(self) -> dict[str, Any]:
+        """The ``sparse`` block of ``/server_info``; plain JSON types."""
+        return banner.facts(self)

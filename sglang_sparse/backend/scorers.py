@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The score axis at run time: one object a layer, its planes and state bound at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from sglang_sparse_kernels.common import Impl, Reduce
+from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.score import page_minmax_score, select_channels, sketch_score
+
+
+class Scorer(Protocol):
+    """Scores the selection units of one layer."""
+
+    def score(
+        self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
+    ) -> None:
+        """Write fp32 scores of the rows that reselect at this step.
+
+        Args:
+            q: [rows, q_heads, head_dim], after RoPE.
+            plan: the batch's plan, same rows; its ``list_rows`` are request slots.
+            out: fp32 [rows, kv_heads, units].
+            block_max: fp32 [rows, kv_heads, blocks], for the top-k that follows.
+        """
+
+
+@dataclass(frozen=True)
+class PageMinMaxScorer:
+    """Upper bound of q.k over a logical page, from its channel-wise minimum and maximum.
+
+    Attributes:
+        page_min, page_max: [logical pages, kv_heads, head_dim] of this layer.
+        unit: tokens a logical page.
+        reduce: how the query heads of a group are joined.
+    """
+
+    page_min: torch.Tensor
+    page_max: torch.Tensor
+    unit: int
+    page_size: int
+    reduce: Reduce
+    impl: Impl
+
+    def score(
+        self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
+    ) -> None:
+        page_minmax_score(
+            q,
+            self.page_min,
+            self.page_max,
+            plan,
+            unit=self.unit,
+            page_size=self.page_size,
+            reduce=self.reduce,
+            out=out,
+            block_max=block_max,
+            impl=self.impl,
+        )
+
+
+@dataclass(frozen=True)
+class KeySketchScorer:
+    """Partial q.k over the channels where the group's queries are largest (SparCas, section 3.4).
+
+    Attributes:
+        key_sketch: [pages, kv_heads, head_dim, page_size] of this layer.
+        scale: fp32 [pages, kv_heads, page_size] for int8 sketches, else None.
+        channels: int32 [request slots, kv_heads, D_b], the channels each request reads until its
+            next refresh.
+    """
+
+    key_sketch: torch.Tensor
+    scale: torch.Tensor | None
+    channels: torch.Tensor
+    reduce: Reduce
+    impl: Impl
+
+    def score(
+        self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
+    ) -> None:
+        select_channels(
+            q, self.channels, plan.list_rows, plan.refresh, plan.k_units, impl=self.impl
+        )
+        sketch_score(
+            q,
+            self.channels,
+            self.key_sketch,
+            self.scale,
+            plan,
+            reduce=self.reduce,
+            out=out,
+            block_max=block_max,
+            impl=self.impl,
+        )

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs, said once at start and on request: method, layers, budget, memory, versions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse import __version__, compat
+
+if TYPE_CHECKING:
+    from sglang_sparse.backend.attention import SparseAttentionBackend
+
+
+_AXES = ("layers", "score", "budget", "heads", "cadence", "retention", "prefill")
+
+
+def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
+    """Everything the banner and ``/server_info`` say, as plain JSON types."""
+    config, pool = backend.config, backend.token_to_kv_pool
+    total = pool.end_layer - pool.start_layer
+    planes = {name: plane.nbytes for name, plane in pool.planes.tensors().items()}
+    axes = config.model_dump(mode="json", include=set(_AXES))
+    return {
+        "version": __version__,
+        "method": backend.launch.resolved.method,
+        "source": backend.launch.resolved.source,
+        "preset_hash": backend.launch.resolved.hash,
+        "axes": {axis: axes[axis] for axis in _AXES},
+        "inner_backend": backend.inner_name,
+        "implementation": backend.impl,
+        "min_sparse_tokens": config.min_sparse_tokens,
+        "page_size": pool.page_size,
+        "layers": {"selecting": len(backend.programs), "dense": total - len(backend.programs)},
+        "plane_bytes": planes,
+        "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
+        "state_bytes": int(backend.buffers.nbytes()),
+        "decode_steps": dict(backend.steps),
+        "sglang": compat.sglang_version(),
+        "sglang_tested": compat.tested_range(),
+    }
+
+
+def text(backend: SparseAttentionBackend) -> str:
+    """The start-up banner, one line."""
+    f = facts(backend)
+    plane_bytes = sum(f["plane_bytes"].values())
+    tested = (
+        "tested"
+        if f["sglang"] in compat.TESTED_SGLANG
+        else f"NOT TESTED, tested: {f['sglang_tested']}"
+    )
+    axes = ", ".join(f"{axis} {_choice(choice)}" for axis, choice in f["axes"].items())
+    layers, share = f["layers"], plane_bytes / f["kv_bytes"]
+    return (
+        f"sglang-sparse {f['version']}: method {f['method']} ({f['source']}, {f['preset_hash']}); "
+        f"{axes}; {layers['selecting']} layers select, {layers['dense']} dense; rows under "
+        f"{f['min_sparse_tokens']} tokens dense; inner backend {f['inner_backend']}; page size "
+        f"{f['page_size']}; planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
+        f"state {f['state_bytes'] / 2**20:.1f} MiB; sglang {f['sglang']} ({tested})"
+    )
+
+
+def _choice(choice: dict[str, Any]) -> str:
+    """``key_sketch(channels=16)`` of one axis."""
+    settings = ", ".join(f"{key}={value}" for key, value in choice.items() if key != "kind")
+    return f"{choice['kind']}({settings})" if settings else str(choice["kind"])

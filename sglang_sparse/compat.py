@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that knows SGLang's versions.
+
+Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
+
+``plugins/__init__.py: load_plugins``
+    Entry point ``sglang.srt.plugins``. It logs a plugin's exception and goes on.
+``plugins/hook_registry.py: HookRegistry``
+    Hooks. A lost target is only logged; ``_patched`` tells, and :func:`.hooks.verify` asks it.
+``server_args.py: add_attention_backend_choices``
+    The value ``sparse`` of ``--attention-backend``.
+``server_args.py: ServerArgs.add_cli_args``, ``ServerArgs.from_cli_args``
+    The flags ``--sparse-method`` and ``--sparse-config``, resolved before ``__post_init__``.
+``entrypoints/engine.py: Engine.server_args_class``
+    The same two values for ``sglang.Engine``.
+``layers/attention/attention_registry.py: register_attention_backend``
+    The backend's factory, called with a ``ModelRunner``.
+``mem_cache/registry.py: register_radix_cache_backend``
+    The tree that goes with the planes.
+``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_mha_kv_pool``
+    The pool class on CUDA; ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls`` on the CPU.
+``model_executor/pool_configurator.py: DefaultPoolConfigurator._compute_cell_size``
+    Plane bytes in SGLang's memory sizing.
+``model_executor/runner/decode_cuda_graph_runner.py: DecodeCudaGraphRunner``
+    ``_capture_one_stream`` captures every batch size twice, dense and sparse;
+    ``_make_graph_key`` picks one at replay, after ``init_forward_metadata_out_graph``.
+``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
+    PyTorch index writes on the CPU: SGLang avoids Triton by the backend's name, and "sparse" is
+    not a name that it knows.
+``managers/scheduler.py: Scheduler.get_internal_state``
+    The ``sparse`` block of ``/server_info``.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import argparse
+
+    from sglang.srt.configs.model_config import ModelConfig
+
+TESTED_SGLANG = ("0.5.17",)
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang distribution."""
+    return version("sglang")
+
+
+def tested_range() -> str:
+    """The tested versions, for messages."""
+    return (
+        TESTED_SGLANG[0]
+        if len(TESTED_SGLANG) == 1
+        else f"{TESTED_SGLANG[0]} to {TESTED_SGLANG[-1]}"
+    )
+
+
+def read_model_config(args: argparse.Namespace) -> ModelConfig:
+    """SGLang's own view of the model, from parsed flags that are not yet a ``ServerArgs``.
+
+    Reads ``config.json`` only. Seam: ``configs/model_config.py: ModelConfig.__init__``.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    optional: dict[str, Any] = {
+        name: getattr(args, flag)
+        for name, flag in (
+            ("trust_remote_code", "trust_remote_code"),
+            ("revision", "revision"),
+            ("context_length", "context_length"),
+            ("model_override_args", "json_model_override_args"),
+            ("is_embedding", "is_embedding"),
+            ("dtype", "dtype"),
+            ("quantization", "quantization"),
+        )
+        if getattr(args, flag, None) is not None
+    }
+    return ModelConfig(model_path=args.model_path, **optional)
+
+
+def is_mla(model: ModelConfig) -> bool:
+    """True for multi-head latent attention. Seam: ``ModelConfig.attention_arch``."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return bool(model.attention_arch == AttentionArch.MLA)
+
+
+def sliding_window(model: ModelConfig) -> int | None:
+    """The window of a model that really uses one, else None.
+
+    Qwen configs carry a ``sliding_window`` that ``use_sliding_window: false`` switches off.
+    Seams: ``ModelConfig.sliding_window_size`` and ``ModelConfig.is_hybrid_swa``.
+    """
+    if getattr(model.hf_text_config, "use_sliding_window", True) is False:
+        return None
+    window = model.sliding_window_size
+    if window is None and getattr(model, "is_hybrid_swa", False):
+        return -1
+    return window
+
+
+def has_recurrent_layers(model: ModelConfig) -> bool:
+    """True for models with Mamba or linear-attention layers. Seam: ``configs/hybrid_arch.py``."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model) is not None
+
+
+def current_server_args() -> Any:
+    """The ``ServerArgs`` of this process. Seam: ``runtime_context.get_server_args``."""
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()

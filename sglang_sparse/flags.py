@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``--sparse-method`` and ``--sparse-config``: from the command line or ``sglang.Engine`` to a
+validated :class:`~sglang_sparse.launch.SparseLaunch` on SGLang's ``ServerArgs``."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from dataclasses import MISSING, fields
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse import compat, hooks
+from sglang_sparse.checks import BACKEND, check_flags, check_model
+from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
+from sglang_sparse.launch import SparseLaunch, attach
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+
+METHOD, CONFIG = "sparse_method", "sparse_config"
+
+
+def add_cli_args(result: None, parser: ArgumentParser) -> None:
+    """AFTER hook on ``ServerArgs.add_cli_args``: the two flags."""
+    group = parser.add_argument_group("sparse attention (with --attention-backend sparse)")
+    group.add_argument(
+        "--sparse-method",
+        default=None,
+        metavar="METHOD",
+        help="How to select what each decode step attends to; names a preset for the model.",
+    )
+    group.add_argument(
+        "--sparse-config",
+        default=None,
+        metavar="PRESET|PATH|JSON",
+        help="A preset name, a JSON file, or inline JSON merged over the method's preset.",
+    )
+
+
+def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> Any:
+    """AROUND hook on ``ServerArgs.from_cli_args``; ends the process with one line on bad input."""
+    try:
+        launch = prepare(args)
+        server_args = original(cls, args)
+    except ConfigError as error:
+        sys.exit(f"sglang-sparse: error: {error}")
+    if launch is not None:
+        attach(server_args, launch)
+    return server_args
+
+
+def engine_server_args(**kwargs: Any) -> Any:
+    """Stands in for ``Engine.server_args_class``: ``sglang.Engine(..., sparse_method=...)``.
+
+    Raises:
+        ConfigError: as the command line would refuse, but for the caller to catch.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(ServerArgs)}
+    args = Namespace(**{METHOD: None, CONFIG: None, **defaults, **kwargs})
+    before = dict(vars(args))
+    launch = prepare(args)
+    changed = {name: value for name, value in vars(args).items() if before[name] is not value}
+    for name in (METHOD, CONFIG):
+        kwargs.pop(name, None)
+        changed.pop(name, None)
+    server_args = ServerArgs(**{**kwargs, **changed})
+    if launch is not None:
+        attach(server_args, launch)
+    return server_args
+
+
+def prepare(args: Namespace) -> SparseLaunch | None:
+    """Validate the flags and set what the backend needs on ``args``, before SGLang resolves them.
+
+    Returns None for a dense server, which stays exactly as it was.
+
+    Raises:
+        ConfigError: a flag, a config or a model that cannot be served.
+    """
+    method, config_text = getattr(args, METHOD, None), getattr(args, CONFIG, None)
+    chosen = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
+    if BACKEND not in chosen:
+        for flag, value in (("--sparse-method", method), ("--sparse-config", config_text)):
+            if value is not None:
+                raise ConfigError(
+                    flag=flag,
+                    value=value,
+                    problem=f"--attention-backend is {args.attention_backend or 'not set'}",
+                    allowed=f"{flag} together with --attention-backend {BACKEND}",
+                    remedy=f"add --attention-backend {BACKEND}, or drop {flag}",
+                )
+        return None
+    hooks.verify()
+    if args.attention_backend != BACKEND:
+        raise ConfigError(
+            flag="--attention-backend",
+            value=args.attention_backend,
+            problem=f"only one of prefill and decode is {BACKEND}, and planes are built in prefill",
+            allowed=BACKEND,
+            remedy=f"use --attention-backend {BACKEND} alone",
+        )
+    model = compat.read_model_config(args)
+    check_model(model, args.model_path)
+    resolved = resolve_with_source(method, config_text, geometry_of(model, args.model_path))
+    check_flags(args, resolved.config)
+    args.page_size = resolved.config.page_size
+    args.radix_cache_backend = BACKEND
+    return SparseLaunch(resolved)
+
+
+def geometry_of(model: ModelConfig, name: str) -> Geometry:
+    """The shape a preset is checked against (not divided by tensor parallelism)."""
+    text = model.hf_text_config
+    return Geometry(
+        name=name,
+        num_hidden_layers=model.num_hidden_layers,
+        num_attention_heads=text.num_attention_heads,
+        num_key_value_heads=model.get_total_num_kv_heads(),
+        head_dim=model.head_dim,
+    )

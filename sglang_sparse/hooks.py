@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one module that touches SGLang's registries and hooks.
+
+SGLang logs a hook that lost its target and serves on; :func:`verify` turns that into a refusal
+in every process that is about to serve sparsely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_sparse import compat
+from sglang_sparse.config import ConfigError
+
+_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+
+
+def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
+    """(target, hook, kind) for every hook; imported late, since targets import this package."""
+    from sglang_sparse import flags, graph_variants, pools, server_info
+
+    return [
+        ("sglang.srt.server_args.ServerArgs.add_cli_args", flags.add_cli_args, "after"),
+        ("sglang.srt.server_args.ServerArgs.from_cli_args", flags.from_cli_args, "around"),
+        (
+            "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+            pools.build_mha_kv_pool,
+            "around",
+        ),
+        (
+            "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+            pools.compute_cell_size,
+            "around",
+        ),
+        (f"{_RUNNER}._capture_one_stream", graph_variants.capture_one_stream, "around"),
+        (f"{_RUNNER}._make_graph_key", graph_variants.make_graph_key, "around"),
+        ("sglang.srt.utils.common.support_triton", pools.support_triton, "around"),
+        ("sglang.srt.mem_cache.allocation.get_last_loc", pools.get_last_loc, "around"),
+        (
+            "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+            server_info.add_sparse_block,
+            "after",
+        ),
+    ]
+
+
+def register() -> None:
+    """Register the flag's value, the backend, the tree and every hook. Runs once a process."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    from sglang_sparse.backend import create_backend
+    from sglang_sparse.checks import BACKEND
+    from sglang_sparse.flags import engine_server_args
+    from sglang_sparse_radix import radix_cache
+
+    for target, hook, kind in _hooks():
+        HookRegistry.register(target, hook, HookType(kind))
+    register_attention_backend(BACKEND)(create_backend)
+    radix_cache.register()
+    Engine.server_args_class = staticmethod(engine_server_args)
+    # Last: argparse accepts the name only if all of the above went through.
+    add_attention_backend_choices([BACKEND])
+
+
+def verify() -> None:
+    """Check that SGLang really applied every hook.
+
+    Raises:
+        ConfigError: names the targets that this SGLang no longer has.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    lost = sorted(target for target, _, _ in _hooks() if target not in HookRegistry._patched)
+    if lost:
+        raise ConfigError(
+            flag="--attention-backend",
+            value="sparse",
+            problem=f"sglang {compat.sglang_version()} lacks what it hooks: {', '.join(lost)}",
+            allowed=f"sglang {compat.tested_range()}",
+            remedy="install a tested version, or serve with a dense attention backend",
+        )

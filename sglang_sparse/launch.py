@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a start of the server resolved to; travels to every scheduler on its ``ServerArgs``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_sparse.config import Resolved, SparseConfig
+
+# The underscore keeps it out of SGLang's declared fields; it survives pickling to subprocesses.
+_ATTRIBUTE = "_sparse"
+
+
+@dataclass(frozen=True)
+class SparseLaunch:
+    """Resolved flags of one server.
+
+    Attributes:
+        resolved: the validated config, the method's name, and where both came from.
+    """
+
+    resolved: Resolved
+
+    @property
+    def config(self) -> SparseConfig:
+        """The point on the seven axes."""
+        return self.resolved.config
+
+
+def attach(server_args: Any, launch: SparseLaunch) -> None:
+    """Store ``launch`` on SGLang's ``ServerArgs``."""
+    setattr(server_args, _ATTRIBUTE, launch)
+
+
+def launch_of(server_args: Any) -> SparseLaunch | None:
+    """What :func:`attach` stored, or None for a dense server."""
+    return getattr(server_args, _ATTRIBUTE, None)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A CPU platform for SGLang, so that the real server runs where no accelerator is.
+
+SGLang's own ``--device cpu`` needs compiled AMX kernels that PyPI does not carry. An out-of-tree
+platform that reports a plain CPU makes every operator take its native PyTorch form instead.
+Entry point: ``sglang.srt.platforms``; :func:`activate` returns None wherever an accelerator is,
+so installing this package never changes what a GPU machine does.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+_ACCELERATORS = ("xpu", "npu", "musa", "hpu", "mps")
+
+
+def activate() -> str | None:
+    """Dotted name of the CPU platform class, or None where an accelerator should serve.
+
+    ``SGLANG_USE_CPU_ENGINE=1`` asks for SGLang's own AMX engine and is respected.
+    """
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        return None
+    if torch.version.hip is not None or torch.cuda.is_available():
+        return None
+    for name in _ACCELERATORS:
+        module: Any = getattr(torch, name, None)
+        if module is not None and hasattr(module, "is_available") and module.is_available():
+            return None
+    return f"{__name__}.{NativeCpuPlatform.__name__}"
+
+
+class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Plain PyTorch on the CPU: no compiled kernels, no graphs, one rank."""
+
+    # OOT is what makes SGLang ask this class for its pools and take `forward_native` everywhere.
+    _enum = PlatformEnum.OOT
+
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
+        """Switch off what needs an accelerator, unless the user already did."""
+        server_args.disable_cuda_graph = True
+        server_args.disable_overlap_schedule = True
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+        if server_args.grammar_backend is None:
+            server_args.grammar_backend = "none"
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang_sparse.pools import kv_pool_class
+
+        return kv_pool_class()
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
+
+        return TorchPagedTokenToKVPoolAllocator
+
+    def support_cuda_graph(self) -> bool:
+        return False

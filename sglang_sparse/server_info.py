@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``sparse`` block of ``/server_info``: what runs, so that nobody has to guess."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sparse.launch import launch_of
+
+
+def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
+    """AFTER hook on ``Scheduler.get_internal_state``."""
+    launch = launch_of(scheduler.server_args)
+    if launch is not None:
+        backend = scheduler.tp_worker.model_runner.attn_backend
+        result.internal_state["sparse"] = backend.describe()
+    return result
