@@ -23,9 +23,22 @@ from sglang_sparse.config import configs_dir
 
 MODEL_NAME = "reference"
 DEFAULT_ARGS = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
-# What SGLang needs on a machine with no accelerator.
-CPU_ARGS = ["--device", "cpu", "--disable-overlap-schedule"]
-EXAMPLE_PROMPT = "Hello! What can you do?"
+# What SGLang needs on a machine with no accelerator. It would size its pools to fill the host's
+# memory, so they are capped: two requests of the model's longest context fit.
+CPU_ARGS = [
+    *("--device", "cpu"),
+    "--disable-overlap-schedule",
+    *("--max-total-tokens", "65536"),
+    *("--max-running-requests", "16"),
+]
+# A fact, thousands of tokens of filler, and a question about the fact.
+FACT = "The magic number for amber-violin is 58808."
+FILLER = (
+    " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+)
+FILLER_REPEATS = 200
+QUESTION = "\n\nWhat is the magic number for amber-violin?"
+MAX_TOKENS = 24
 POLL_SECONDS = 0.5
 
 
@@ -49,17 +62,29 @@ def server_url(command: Sequence[str]) -> str:
 
 def example_lines(url: str) -> list[str]:
     """Return a shell line with curl and one with the OpenAI client, ready to paste."""
-    messages = [{"role": "user", "content": EXAMPLE_PROMPT}]
-    body = json.dumps(
-        {"model": MODEL_NAME, "messages": messages, "max_tokens": 32, "temperature": 0}
-    )
-    curl = ["curl", f"{url}/v1/chat/completions", "-H", "Content-Type: application/json"]
+    content = f"{FACT}%s{QUESTION}"
+    body = {
+        "model": MODEL_NAME,
+        "messages": [{"role": "user", "content": content}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+    }
+    # printf reads the backslash of a JSON escape, hence twice.
+    template = shlex.quote(json.dumps(body).replace("\\", "\\\\"))
+    filler = f"$(printf {shlex.quote(f'{FILLER}%.0s')} $(seq {FILLER_REPEATS}))"
+    curl = f"curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' -d @-"
     program = (
-        f"import openai; client = openai.OpenAI(base_url={f'{url}/v1'!r}, api_key='none'); "
-        f"print(client.chat.completions.create(model={MODEL_NAME!r}, messages={messages!r}, "
-        "max_tokens=32, temperature=0).choices[0].message.content)"
+        f"import openai; prompt = {FACT!r} + {FILLER!r} * {FILLER_REPEATS} + {QUESTION!r}; "
+        f"client = openai.OpenAI(base_url={f'{url}/v1'!r}, api_key='none'); "
+        f"answer = client.chat.completions.create(model={MODEL_NAME!r}, max_tokens={MAX_TOKENS}, "
+        "temperature=0, messages=[{'role': 'user', 'content': prompt}]); "
+        "print(answer.choices[0].message.content)"
     )
-    return [shlex.join([*curl, "-d", body]), shlex.join([sys.executable, "-c", program])]
+    return [
+        f'printf {template} "{filler}" | {curl}',
+        # Double quotes, since the program is full of single ones and has nothing that they expand.
+        f'{shlex.quote(sys.executable)} -c "{program}"',
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

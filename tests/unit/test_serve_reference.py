@@ -6,12 +6,21 @@ from __future__ import annotations
 import ast
 import json
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from sglang_sparse import serve_reference
-from sglang_sparse.serve_reference import example_lines, server_command, server_url
+from sglang_sparse.serve_reference import (
+    FACT,
+    FILLER,
+    FILLER_REPEATS,
+    QUESTION,
+    example_lines,
+    server_command,
+    server_url,
+)
 
 MODEL = Path("configs/reference/model")
 
@@ -37,12 +46,23 @@ def test_arguments_of_the_user_win() -> None:
     assert server_url(server_command([], model=MODEL, on_cpu=True)) == "http://127.0.0.1:30000"
 
 
-def test_the_printed_lines_survive_a_shell() -> None:
-    curl, client = (shlex.split(line) for line in example_lines("http://127.0.0.1:30000"))
-    assert curl[:2] == ["curl", "http://127.0.0.1:30000/v1/chat/completions"]
-    assert json.loads(curl[-1])["model"] == "reference"
-    ast.parse(client[-1])
-    assert "base_url='http://127.0.0.1:30000/v1'" in client[-1]
+def test_the_curl_line_survives_a_shell() -> None:
+    line, _ = example_lines("http://127.0.0.1:30000")
+    body, separator, curl = line.rpartition(" | ")
+    assert separator
+    assert shlex.split(curl)[:3] == ["curl", "-s", "http://127.0.0.1:30000/v1/chat/completions"]
+    run = subprocess.run(["bash", "-c", body], capture_output=True, text=True, check=True)
+    request = json.loads(run.stdout)
+    assert request["model"] == "reference"
+    [message] = request["messages"]
+    assert message["content"] == FACT + FILLER * FILLER_REPEATS + QUESTION
+
+
+def test_the_client_line_survives_a_shell() -> None:
+    _, line = example_lines("http://127.0.0.1:30000")
+    program = shlex.split(line)[-1]
+    ast.parse(program)
+    assert "base_url='http://127.0.0.1:30000/v1'" in program
 
 
 def test_a_missing_model_is_told_in_one_line(
