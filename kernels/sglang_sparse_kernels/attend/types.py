@@ -1,25 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scratch memory of the split-KV decode attention, and how many splits it takes."""
 
-from functools import cache
-
 import torch
+
+from ..device import programs_to_fill
 
 CTAS_PER_SM = 4
 MIN_SPLIT_TOKENS = 32
 MAX_SPLITS = 64
-HOST_PROCESSORS = 2
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return HOST_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _target_programs(device: torch.device) -> int:
-    return CTAS_PER_SM * _multiprocessors(device)
+    return programs_to_fill(device, CTAS_PER_SM)
 
 
 def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch.device) -> int:

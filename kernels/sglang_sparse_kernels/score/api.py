@@ -102,8 +102,8 @@ def sketch_score(
         plan: R rows; page_table, tail_start, k_units, reselect and list_rows are read.
         reduce: "max" or "sum" over the group.
         out: float32 [R, H, max_units], max_units >= tail_start.
-        block_max: float32 [R, H, ceil(max_units / 16)], optional; "triton" writes the largest
-            score of every 16 units into it, for :func:`select_topk`; "torch" ignores it.
+        block_max: float32 [R, H, ceil(max_units / 8)], optional; "triton" writes the largest
+            score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
         impl: "triton" or "torch".
 
     Raises:
@@ -167,8 +167,8 @@ def page_minmax_score(
         page_size: tokens a physical page (P): 16, 32 or 64.
         reduce: "max" or "sum" over the group.
         out: float32 [R, H, max_units], max_units >= ceil(tail_start / unit).
-        block_max: float32 [R, H, ceil(max_units / 16)], optional; "triton" writes the largest
-            score of every 16 units into it, for :func:`select_topk`; "torch" ignores it.
+        block_max: float32 [R, H, ceil(max_units / 8)], optional; "triton" writes the largest
+            score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
         impl: "triton" or "torch".
 
     Raises:

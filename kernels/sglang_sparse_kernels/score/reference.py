@@ -19,7 +19,7 @@ def select_channels_reference(
     rows = ((refresh != 0) & (k_units > 0)).nonzero().squeeze(1)
     group = group_size(q.shape[1], heads)
     magnitude = q[rows].to(accumulate_dtype(q.dtype)).abs()
-    importance = magnitude.view(len(rows), heads, group, -1).sum(2)
+    importance = magnitude.unflatten(1, (heads, group)).sum(2)
     ranked = importance.sort(dim=-1, descending=True, stable=True).indices
     channels[list_rows[rows].long()] = ranked[..., :kept].sort(dim=-1).values.int()
 

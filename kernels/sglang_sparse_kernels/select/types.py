@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-BLOCK_UNITS = 16
+BLOCK_UNITS = 8
 """Units whose largest score is kept, so that selection can skip blocks that cannot win."""
 
 
@@ -14,7 +14,7 @@ class TopkWorkspace:
     """Fixed-capacity scratch of :func:`sglang_sparse_kernels.select_topk`, R rows, H KV heads.
 
     Attributes:
-        block_max: [R, H, ceil(max_units / 16)] float32, largest score of every 16 units.
+        block_max: [R, H, ceil(max_units / 8)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner.
     """
 

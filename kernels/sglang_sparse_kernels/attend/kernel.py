@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Triton implementation of split-KV decode attention over gathered rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import group_size, next_power_of_2
+from ..plan import DecodePlan
+from ..triton_ops import cast, dot
+from .types import num_splits
+
+TILE_TOKENS = 64
+STAGES = 3
+WARPS = 4
+
+
+@triton.jit
+def attend_split_kernel(
+    q,
+    k_buffer,
+    v_buffer,
+    page_table,
+    seq_lens,
+    tail_start,
+    k_units,
+    list_rows,
+    indices,
+    counts,
+    out,
+    partial,
+    lse,
+    stride_table,
+    capacity,
+    scale_log2,
+    logit_cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BG: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_s = tl.program_id(1)
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
+    m_g = o_g < G
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_h
+    tail = tl.load(tail_start + i_r)
+    listed = 0
+    if tl.load(k_units + i_r) > 0:
+        listed = tl.load(counts + i_l) * UNIT
+    # One sequence of tokens: the listed units, then the tail.
+    total = listed + tl.load(seq_lens + i_r) - tail
+    share = tl.cdiv(tl.cdiv(total, SPLITS), 16) * 16
+    first = i_s * share
+    last = tl.minimum(first + share, total)
+
+    o_q = (i_r.to(tl.int64) * H + i_h) * G + o_g
+    # [BG, D]
+    b_q = tl.load(q + o_q[:, None] * D + o_d[None, :], mask=m_g[:, None], other=0.0)
+    b_acc = tl.zeros((BG, D), tl.float32)
+    b_max = tl.full((BG,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BG,), tl.float32)
+    p_table = page_table + i_r.to(tl.int64) * stride_table
+    p_list = indices + i_l * capacity
+    for i_n in tl.range(first, last, BN, num_stages=STAGES):
+        o_n = i_n + tl.arange(0, BN)
+        m_list = o_n < listed
+        m_n = o_n < last
+        # [BN]
+        b_unit = tl.load(p_list + o_n // UNIT, mask=m_n & m_list, other=0)
+        b_pos = tl.where(m_list, b_unit * UNIT + o_n % UNIT, tail + o_n - listed)
+        m_n &= (b_pos < tail) | (o_n >= listed)
+        # [BN]
+        b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0).to(tl.int64)
+        o_kv = ((b_page * PAGE + b_pos % PAGE) * H + i_h) * D
+        # [BN, D]
+        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        # [BG, BN]
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
+        if HAS_CAP:
+            # tanh through exp, in units of log2 as everything below.
+            b_s = scale_log2 * b_s / logit_cap
+            b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
+        else:
+            b_s *= scale_log2
+        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        # A tile whose rows are all masked must not turn -inf - -inf into NaN.
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_alpha = tl.exp2(b_max - b_shift)
+        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
+        b_max = b_new
+        # [BN, D]
+        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
+
+    if SPLITS == 1:
+        o_o = o_q[:, None] * D + o_d[None, :]
+        tl.store(out + o_o, cast(b_acc / b_sum[:, None], out.dtype.element_ty), mask=m_g[:, None])
+    else:
+        o_s = o_q * SPLITS + i_s
+        b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_sum), float("-inf"))
+        tl.store(lse + o_s, b_lse, mask=m_g)
+        if first < last:
+            b_o = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+            tl.store(partial + o_s[:, None] * D + o_d[None, :], b_o, mask=m_g[:, None])
+
+
+@triton.jit
+def merge_splits_kernel(partial, lse, out, D: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr):
+    i_q = tl.program_id(0).to(tl.int64)
+    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
+    # [BS]
+    b_lse = tl.load(lse + i_q * SPLITS + o_s, mask=o_s < SPLITS, other=float("-inf"))
+    b_w = tl.exp2(b_lse - tl.max(b_lse, 0))
+    # [BS, D]; a split that had no tokens wrote nothing.
+    b_o = tl.load(
+        partial + (i_q * SPLITS + o_s)[:, None] * D + o_d[None, :],
+        mask=(b_lse > float("-inf"))[:, None],
+        other=0.0,
+    )
+    b_out = tl.sum(b_o * b_w[:, None], 0) / tl.sum(b_w, 0)
+    tl.store(out + i_q * D + o_d, cast(b_out, out.dtype.element_ty))
+
+
+def gathered_decode_attention_triton(
+    q: torch.Tensor,
+    k_buffer: torch.Tensor,
+    v_buffer: torch.Tensor,
+    plan: DecodePlan,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    unit: int,
+    page_size: int,
+    sm_scale: float,
+    logit_cap: float,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+) -> None:
+    """Launch :func:`attend_split_kernel` and, with several splits, :func:`merge_splits_kernel`.
+
+    Raises:
+        ValueError: if ``workspace`` is too small for this batch.
+    """
+    rows, query_heads, dim = q.shape
+    heads = k_buffer.shape[1]
+    group = group_size(query_heads, heads)
+    capacity = indices.shape[2]
+    splits = num_splits(rows, heads, capacity * unit, q.device)
+    partials = rows * query_heads * splits
+    if workspace.numel() < partials * (dim + 1):
+        raise ValueError(
+            f"workspace holds {workspace.numel()} floats, this batch needs {partials * (dim + 1)}"
+        )
+    partial, lse = workspace[: partials * dim], workspace[partials * dim :]
+    log2_e = 1.4426950408889634
+    attend_split_kernel[(rows * heads, splits)](
+        q,
+        k_buffer,
+        v_buffer,
+        plan.page_table,
+        plan.seq_lens,
+        plan.tail_start,
+        plan.k_units,
+        plan.list_rows,
+        indices,
+        counts,
+        out,
+        partial,
+        lse,
+        plan.page_table.stride(0),
+        capacity,
+        sm_scale * log2_e,
+        logit_cap,
+        H=heads,
+        G=group,
+        BG=max(16, next_power_of_2(group)),
+        D=dim,
+        PAGE=page_size,
+        UNIT=unit,
+        BN=TILE_TOKENS,
+        SPLITS=splits,
+        HAS_CAP=logit_cap > 0,
+        STAGES=STAGES,
+        num_warps=WARPS,
+    )
+    if splits > 1:
+        merge_splits_kernel[(rows * query_heads,)](
+            partial,
+            lse,
+            out,
+            D=dim,
+            SPLITS=splits,
+            BS=next_power_of_2(splits),
+            num_warps=4,
+        )

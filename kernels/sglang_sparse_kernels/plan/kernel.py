@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Triton implementation of the per-batch decode plan: one launch, page table included."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .types import DecodePlan
+
+PAGES_PER_PROGRAM = 512
+
+
+def _page_tiles(max_pages: int) -> int:
+    return triton.cdiv(max_pages, PAGES_PER_PROGRAM)
+
+
+@triton.jit
+def _copy_pages(
+    req_to_token,
+    page_table,
+    i_req,
+    seq_len,
+    stride_req,
+    stride_table,
+    max_pages,
+    PAGE: tl.constexpr,
+    BP: tl.constexpr,
+):
+    i_r = tl.program_id(0)
+    o_p = tl.program_id(1) * BP + tl.arange(0, BP)
+    m_p = (o_p < tl.cdiv(seq_len, PAGE)) & (o_p < max_pages)
+    # [BP], one slot a page
+    b_slot = tl.load(req_to_token + i_req * stride_req + o_p * PAGE, mask=m_p, other=0)
+    tl.store(page_table + i_r.to(tl.int64) * stride_table + o_p, b_slot // PAGE, mask=m_p)
+
+
+@triton.jit
+def snapshot_page_table_kernel(
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    page_table,
+    stride_req,
+    stride_table,
+    max_pages,
+    PAGE: tl.constexpr,
+    BP: tl.constexpr,
+):
+    i_r = tl.program_id(0)
+    i_req = tl.load(req_pool_indices + i_r).to(tl.int64)
+    seq_len = tl.load(seq_lens + i_r).to(tl.int32)
+    _copy_pages(
+        req_to_token, page_table, i_req, seq_len, stride_req, stride_table, max_pages, PAGE, BP
+    )
+
+
+@triton.jit
+def plan_decode_kernel(
+    req_to_token,
+    req_pool_indices,
+    seq_lens,
+    decode_start,
+    page_table,
+    out_seq_lens,
+    out_tail_start,
+    out_k_units,
+    out_reselect,
+    out_refresh,
+    out_list_rows,
+    out_update_start,
+    stride_req,
+    stride_table,
+    max_pages,
+    capacity_units,
+    min_sparse_tokens,
+    floor_tokens,
+    fraction_ppm,
+    reselect_every,
+    refresh_every,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BP: tl.constexpr,
+):
+    i_r = tl.program_id(0)
+    i_req = tl.load(req_pool_indices + i_r).to(tl.int64)
+    seq_len = tl.load(seq_lens + i_r).to(tl.int32)
+    _copy_pages(
+        req_to_token, page_table, i_req, seq_len, stride_req, stride_table, max_pages, PAGE, BP
+    )
+    if tl.program_id(1) == 0:
+        first_sparse = tl.maximum(tl.load(decode_start + i_req) + 1, min_sparse_tokens)
+        age = tl.maximum(seq_len - first_sparse, 0)
+        phase = age % reselect_every
+        tail_start = tl.where(seq_len >= first_sparse, tl.maximum(seq_len - 1 - phase, 0), 0)
+        fraction_tokens = (tail_start.to(tl.int64) * fraction_ppm + 999999) // 1000000
+        k_tokens = tl.maximum(fraction_tokens, floor_tokens)
+        k_units = tl.minimum((k_tokens + UNIT - 1) // UNIT, (tail_start + UNIT - 1) // UNIT)
+        k_units = tl.minimum(k_units, capacity_units).to(tl.int32)
+        sparse = (k_units > 0).to(tl.int32)
+        tl.store(out_seq_lens + i_r, seq_len)
+        tl.store(out_tail_start + i_r, tail_start * sparse)
+        tl.store(out_k_units + i_r, k_units)
+        tl.store(out_reselect + i_r, tl.where(phase == 0, sparse, 0))
+        tl.store(out_refresh + i_r, tl.where(age % refresh_every == 0, sparse, 0))
+        tl.store(out_list_rows + i_r, i_req.to(tl.int32))
+        tl.store(out_update_start + i_r, seq_len - 1)
+
+
+def snapshot_page_table_triton(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """Launch :func:`snapshot_page_table_kernel`, one program a row and tile of pages."""
+    rows, columns = out.shape
+    max_pages = min(columns, triton.cdiv(req_to_token.shape[1], page_size))
+    snapshot_page_table_kernel[(rows, _page_tiles(max_pages))](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        out,
+        req_to_token.stride(0),
+        out.stride(0),
+        max_pages,
+        PAGE=page_size,
+        BP=PAGES_PER_PROGRAM,
+    )
+
+
+def plan_decode_triton(
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    decode_start: torch.Tensor,
+    *,
+    page_size: int,
+    unit: int,
+    capacity_units: int,
+    min_sparse_tokens: int,
+    floor: int,
+    fraction_ppm: int,
+    reselect_every: int,
+    refresh_every: int,
+    plan: DecodePlan,
+) -> None:
+    """Launch :func:`plan_decode_kernel`, one program a row and tile of pages."""
+    rows, columns = plan.page_table.shape
+    max_pages = min(columns, triton.cdiv(req_to_token.shape[1], page_size))
+    plan_decode_kernel[(rows, _page_tiles(max_pages))](
+        req_to_token,
+        req_pool_indices,
+        seq_lens,
+        decode_start,
+        plan.page_table,
+        plan.seq_lens,
+        plan.tail_start,
+        plan.k_units,
+        plan.reselect,
+        plan.refresh,
+        plan.list_rows,
+        plan.update_start,
+        req_to_token.stride(0),
+        plan.page_table.stride(0),
+        max_pages,
+        capacity_units,
+        min_sparse_tokens,
+        floor,
+        fraction_ppm,
+        reselect_every,
+        refresh_every,
+        PAGE=page_size,
+        UNIT=unit,
+        BP=PAGES_PER_PROGRAM,
+    )

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Triton implementation of the plane update: one launch per kind of plane, all layers."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import next_power_of_2
+from ..triton_ops import cast
+from .types import FP8_MAX, INT8_MAX, PlaneBuffers
+
+
+def _sketch_tile(max_new_tokens: int, page_size: int) -> tuple[int, int]:
+    """(tokens a tile, warps). Decode writes one token, so a page-wide tile would idle."""
+    return (1, 1) if max_new_tokens == 1 else (page_size, 4)
+
+
+def _tiles(max_new_tokens: int, tile: int) -> int:
+    """Aligned tiles that a range of ``max_new_tokens`` can touch, wherever it starts."""
+    return triton.cdiv(max_new_tokens - 1, tile) + 1
+
+
+@triton.jit
+def _layer_keys(k_ptrs, keys, i_l):
+    # The cast forgets that PyTorch allocations are aligned; without it loads are not vectorised.
+    return tl.multiple_of(tl.load(k_ptrs + i_l).to(keys.dtype), 16)
+
+
+@triton.jit
+def _round_half_even(b_x, b_step):
+    """Nearest multiple of a power of two; |x / step| < 2**22."""
+    b_magic = b_step * 12582912.0
+    return (b_x + b_magic) - b_magic
+
+
+@triton.jit
+def _round_to_e4m3(b_x):
+    """Values of [-448, 448] on fp8's grid: 3 mantissa bits, multiples of 2**-9 near zero.
+
+    The hardware's cast rounds the same way, but Triton's interpreter does not; a cast of values
+    that are on the grid is exact in both.
+    """
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_exponent = (b_bits & 0x7F800000).to(tl.float32, bitcast=True)
+    b_x = _round_half_even(b_x, tl.maximum(b_exponent * 0.125, 0.001953125))
+    # The sum lost the sign of a zero.
+    b_sign = b_bits & -2147483648
+    return (b_x.to(tl.int32, bitcast=True) | b_sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def update_sketch_kernel(
+    keys,
+    k_ptrs,
+    key_sketch,
+    key_sketch_scale,
+    page_table,
+    start,
+    end,
+    stride_table,
+    num_pages,
+    fp8_max,
+    int8_max,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PAGE: tl.constexpr,
+    BT: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    i_t, i_r = tl.program_id(0), tl.program_id(1)
+    i_l, i_h = tl.program_id(2) // H, tl.program_id(2) % H
+    first, last = tl.load(start + i_r), tl.load(end + i_r)
+    tile = (first // BT + i_t) * BT
+    if tile < last and first < last:
+        page = tl.load(page_table + i_r.to(tl.int64) * stride_table + tile // PAGE).to(tl.int64)
+        o_t = tile + tl.arange(0, BT)
+        o_d = tl.arange(0, BD)
+        m_t = (o_t >= first) & (o_t < last)
+        m_d = o_d < D
+        o_p = tile % PAGE + tl.arange(0, BT)
+        p_k = _layer_keys(k_ptrs, keys, i_l)
+        p_k += (page * PAGE + o_p)[:, None] * (H * D) + i_h * D + o_d[None, :]
+        # [BT, BD]
+        b_k = tl.load(p_k, mask=m_t[:, None] & m_d[None, :], other=0.0).to(tl.float32)
+        entry = (i_l.to(tl.int64) * num_pages + page) * H + i_h
+        if FORMAT == "fp8":
+            b_k = _round_to_e4m3(tl.minimum(tl.maximum(b_k, -fp8_max), fp8_max))
+        elif FORMAT == "int8":
+            b_scale = tl.div_rn(tl.max(tl.abs(b_k), 1), int8_max)
+            b_safe = tl.where(b_scale > 0, b_scale, 1.0)
+            b_k = tl.div_rn(b_k, b_safe[:, None] + tl.zeros_like(b_k))
+            b_k = _round_half_even(b_k, tl.full((), 1.0, tl.float32))
+            tl.store(key_sketch_scale + entry * PAGE + o_p, b_scale, mask=m_t)
+        # [BD, BT], tokens innermost
+        p_s = key_sketch + entry * (D * PAGE) + o_d[:, None] * PAGE + o_p[None, :]
+        b_s = cast(tl.trans(b_k), key_sketch.dtype.element_ty)
+        tl.store(p_s, b_s, mask=m_d[:, None] & m_t[None, :])
+
+
+@triton.jit
+def update_bounds_kernel(
+    keys,
+    k_ptrs,
+    page_min,
+    page_max,
+    page_table,
+    start,
+    end,
+    stride_table,
+    num_entries,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    i_u, i_r = tl.program_id(0), tl.program_id(1)
+    i_l, i_h = tl.program_id(2) // H, tl.program_id(2) % H
+    first, last = tl.load(start + i_r), tl.load(end + i_r)
+    unit_start = (first // UNIT + i_u) * UNIT
+    if unit_start < last and first < last:
+        page = tl.load(page_table + i_r.to(tl.int64) * stride_table + unit_start // PAGE)
+        page = page.to(tl.int64)
+        within = unit_start % PAGE
+        o_t = tl.arange(0, UNIT)
+        o_d = tl.arange(0, BD)
+        m_d = o_d < D
+        m_k = (unit_start + o_t < last)[:, None] & m_d[None, :]
+        p_k = _layer_keys(k_ptrs, keys, i_l)
+        p_k += (page * PAGE + within + o_t)[:, None] * (H * D) + i_h * D + o_d[None, :]
+        # [UNIT, BD]
+        b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
+        b_min = tl.min(tl.where(m_k, b_k, float("inf")), 0)
+        b_max = tl.max(tl.where(m_k, b_k, float("-inf")), 0)
+        entry = i_l.to(tl.int64) * num_entries + page * (PAGE // UNIT) + within // UNIT
+        o_e = (entry * H + i_h) * D + o_d
+        tl.store(page_min + o_e, cast(b_min, page_min.dtype.element_ty), mask=m_d)
+        tl.store(page_max + o_e, cast(b_max, page_max.dtype.element_ty), mask=m_d)
+
+
+_FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.bfloat16: "bf16"}
+
+
+def update_planes_triton(
+    keys: torch.Tensor,
+    k_ptrs: torch.Tensor,
+    planes: PlaneBuffers,
+    page_table: torch.Tensor,
+    start: torch.Tensor,
+    end: torch.Tensor,
+    *,
+    page_size: int,
+    max_new_tokens: int,
+) -> None:
+    """Launch one kernel per kind of plane: one program a tile, row, layer and KV head."""
+    _, heads, dim = keys.shape
+    rows, layers = start.shape[0], k_ptrs.shape[0]
+    if planes.key_sketch is not None:
+        tile, warps = _sketch_tile(max_new_tokens, page_size)
+        update_sketch_kernel[(_tiles(max_new_tokens, tile), rows, layers * heads)](
+            keys,
+            k_ptrs,
+            planes.key_sketch,
+            planes.key_sketch_scale,
+            page_table,
+            start,
+            end,
+            page_table.stride(0),
+            planes.key_sketch.shape[1],
+            FP8_MAX,
+            INT8_MAX,
+            H=heads,
+            D=dim,
+            BD=next_power_of_2(dim),
+            PAGE=page_size,
+            BT=tile,
+            FORMAT=_FORMATS[planes.key_sketch.dtype],
+            num_warps=warps,
+        )
+    if planes.page_min is not None:
+        unit = planes.logical_page
+        update_bounds_kernel[(_tiles(max_new_tokens, unit), rows, layers * heads)](
+            keys,
+            k_ptrs,
+            planes.page_min,
+            planes.page_max,
+            page_table,
+            start,
+            end,
+            page_table.stride(0),
+            planes.page_min.shape[1],
+            H=heads,
+            D=dim,
+            BD=next_power_of_2(dim),
+            PAGE=page_size,
+            UNIT=unit,
+            num_warps=2,
+        )

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a kernel may be from its float64 reference."""
+
+import torch
+
+UNIT_ROUNDOFF = {
+    torch.float32: 2.0**-24,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+}
+
+
+def dot_rounding(magnitude: torch.Tensor, terms: int) -> torch.Tensor:
+    """Bound of the rounding of a float32 sum of ``terms`` products, in any order.
+
+    ``magnitude`` is the sum of the products' absolute values; each of at most ``terms`` additions
+    and one final scaling rounds by half a unit in the last place of at most that.
+    """
+    return (terms + 1) * UNIT_ROUNDOFF[torch.float32] * magnitude
+
+
+def assert_within_budget(
+    got: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor, rounding: float
+) -> None:
+    """The kernel's error may not exceed the eager low-precision error plus a rounding term.
+
+    Errors are relative, in the Frobenius norm, against float64. ``eager`` is the result of plain
+    PyTorch operations in the input's precision. ``rounding`` is derived from what the kernel
+    rounds that eager does not (or in another order), and NaN never passes.
+    """
+    norm = exact.norm()
+    kernel_error = float((got.double() - exact).norm() / norm)
+    eager_error = float((eager.double() - exact).norm() / norm)
+    assert kernel_error <= eager_error + rounding, (
+        f"relative error {kernel_error:.3g} above eager's {eager_error:.3g} + {rounding:.3g}"
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plane updates: the definition against loops, the kernel bit for bit against the definition."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, Batch, poison
+from sglang_sparse_kernels import PlaneBuffers, quantize_sketch, update_planes
+
+SKETCHES = ("fp8", "int8", "bf16")
+
+
+def fresh_planes(batch: Batch, sketch: str | None, minmax: bool = True) -> PlaneBuffers:
+    planes = PlaneBuffers.allocate(
+        num_layers=batch.layers,
+        num_pages=batch.num_pages,
+        page_size=batch.page_size,
+        num_heads=batch.heads,
+        head_dim=batch.dim,
+        kv_dtype=batch.dtype,
+        page_minmax=minmax,
+        key_sketch=sketch,
+        device=DEVICE,
+    )
+    poison(planes)
+    return planes
+
+
+def update(batch: Batch, planes: PlaneBuffers, start: list[int], end: list[int], impl: str) -> None:
+    update_planes(
+        batch.k,
+        batch.k_ptrs,
+        planes,
+        batch.plan.page_table,
+        torch.tensor(start, dtype=torch.int32, device=DEVICE),
+        torch.tensor(end, dtype=torch.int32, device=DEVICE),
+        page_size=batch.page_size,
+        max_new_tokens=max(1, *(e - s for s, e in zip(start, end, strict=True))),
+        impl=impl,
+    )
+
+
+def as_bytes(planes: PlaneBuffers) -> dict[str, torch.Tensor]:
+    return {name: plane.view(torch.uint8) for name, plane in planes.tensors().items()}
+
+
+@pytest.mark.parametrize("sketch", SKETCHES)
+def test_reference_equals_a_loop_over_tokens(sketch: str) -> None:
+    batch = Batch([70, 33], page_size=32, layers=2, seed=3)
+    planes, want = fresh_planes(batch, sketch), fresh_planes(batch, sketch)
+    start, end = [17, 0], [70, 33]
+    update(batch, planes, start, end, "torch")
+    for row, (first, last) in enumerate(zip(start, end, strict=True)):
+        for position in range(first // 16 * 16, last):
+            page = int(batch.plan.page_table[row, position // 32])
+            offset = position % 32
+            for layer in range(2):
+                keys = batch.k[layer][page * 32 + offset]
+                entry = page * 2 + offset // 16
+                for plane, pick in ((want.page_min, torch.minimum), (want.page_max, torch.maximum)):
+                    old = plane[layer, entry]
+                    plane[layer, entry] = keys if position % 16 == 0 else pick(old, keys)
+                if position < first:
+                    continue
+                quantized, scale = quantize_sketch(keys, want.key_sketch.dtype)
+                byte = want.key_sketch.element_size()
+                view = torch.uint8 if byte == 1 else torch.int16
+                want.key_sketch.view(view)[layer, page, :, :, offset] = quantized.view(view)
+                if scale is not None:
+                    want.key_sketch_scale[layer, page, :, offset] = scale
+    for name, plane in as_bytes(planes).items():
+        assert torch.equal(plane, as_bytes(want)[name]), name
+
+
+@pytest.mark.parametrize("sketch", SKETCHES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("page_size", "dim", "start", "end"),
+    [
+        (64, 64, [0, 62, 100, 5], [1, 63, 111, 5]),
+        (32, 128, [30, 0, 17, 0], [130, 63, 49, 0]),
+        (16, 64, [256, 15, 0, 1], [257, 31, 111, 30]),
+    ],
+)
+def test_kernel_equals_the_reference_bit_for_bit(
+    sketch: str, dtype: torch.dtype, page_size: int, dim: int, start: list, end: list
+) -> None:
+    batch = Batch(
+        [257, 63, 111, 30], page_size=page_size, dim=dim, dtype=dtype, heads=3, layers=2, seed=dim
+    )
+    got, want = fresh_planes(batch, sketch), fresh_planes(batch, sketch)
+    update(batch, got, start, end, "triton")
+    update(batch, want, start, end, "torch")
+    for name, plane in as_bytes(got).items():
+        assert torch.equal(plane, as_bytes(want)[name]), name
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("sketch", SKETCHES)
+def test_decode_after_prefill_equals_recomputation(impl: str, sketch: str) -> None:
+    batch = Batch([75, 1, 34], page_size=32, layers=3, seed=11)
+    grown, whole = fresh_planes(batch, sketch), fresh_planes(batch, sketch)
+    last = [75, 1, 34]
+    first = [60, 0, 30]
+    update(batch, grown, [0, 0, 0], first, impl)
+    while first != last:
+        step = [min(a + 1, b) for a, b in zip(first, last, strict=True)]
+        update(batch, grown, first, step, impl)
+        first = step
+    update(batch, whole, [0, 0, 0], last, "torch")
+    for name, plane in as_bytes(grown).items():
+        assert torch.equal(plane, as_bytes(whole)[name]), name
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("sketch", ["fp8", "int8"])
+def test_extreme_keys_saturate_and_zero_keys_stay_zero(impl: str, sketch: str) -> None:
+    batch = Batch([16], page_size=16, seed=1)
+    page = int(batch.plan.page_table[0, 0])
+    rows = batch.k[0][page * 16 : page * 16 + 16]
+    rows[0] = 0
+    rows[1, :, :8] = torch.tensor([448.0, -448, 460, 1e4, -1e4, 464, 1e-3, -2e-3], device=DEVICE)
+    planes = fresh_planes(batch, sketch)
+    update(batch, planes, [0], [16], impl)
+    stored = planes.key_sketch[0, page].float()
+    assert not stored.isnan().any()
+    assert (stored[..., 0] == 0).all()
+    if sketch == "fp8":
+        assert stored[0, :6, 1].tolist() == [448, -448, 448, 448, -448, 448]
+    else:
+        assert (stored[0, 3, 1], stored[0, 4, 1]) == (127, -127)
+        assert planes.key_sketch_scale[0, page, 0, 0] == 0
+
+
+def test_a_kernel_never_falls_back_without_pointers() -> None:
+    batch = Batch([20])
+    planes = fresh_planes(batch, "fp8")
+    length = torch.tensor([20], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="needs k_ptrs"):
+        update_planes(
+            batch.k,
+            None,
+            planes,
+            batch.plan.page_table,
+            length - 1,
+            length,
+            page_size=64,
+            max_new_tokens=1,
+            impl="triton",
+        )

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channel selection and both scores: definitions against loops, kernels against float64."""
+
+import pytest
+import torch
+from error_budget import dot_rounding
+from kernel_cases import DEVICE, NAN, Batch
+from sglang_sparse_kernels import (
+    BLOCK_UNITS,
+    PlaneBuffers,
+    dequantize_sketch,
+    page_minmax_score,
+    select_channels,
+    sketch_score,
+)
+
+UNTOUCHED = 12345.0
+# lengths, page size, heads, group, dim, dtype
+SHAPES = [
+    ([257, 1, 111, 30, 63], 64, 2, 1, 64, torch.bfloat16),
+    ([1, 130, 511], 32, 3, 2, 128, torch.float16),
+    ([63, 300], 16, 1, 3, 64, torch.bfloat16),
+    ([111, 49, 257], 64, 2, 4, 128, torch.bfloat16),
+    ([1030, 20], 32, 1, 8, 64, torch.float16),
+    ([257], 16, 2, 16, 64, torch.bfloat16),
+]
+
+
+def make_batch(shape: tuple, **options: object) -> Batch:
+    lengths, page_size, heads, group, dim, dtype = shape
+    batch = Batch(
+        lengths,
+        page_size=page_size,
+        heads=heads,
+        group=group,
+        dim=dim,
+        dtype=dtype,
+        seed=sum(lengths) + group,
+        shared_pages=1,
+        **options,
+    )
+    # Queries with heavy tails, as SparCas section 3.3 finds them.
+    batch.q *= batch.randn(*batch.q.shape).exp().to(batch.q)
+    return batch
+
+
+def random_channels(batch: Batch, kept: int) -> torch.Tensor:
+    """Distinct ascending channels in the rows in use, far out of range elsewhere."""
+    channels = torch.full((batch.list_rows, batch.heads, kept), 2**30, dtype=torch.int32)
+    for row in batch.plan.list_rows[batch.plan.k_units > 0].tolist():
+        for head in range(batch.heads):
+            chosen = torch.randperm(batch.dim, generator=batch.rng)[:kept]
+            channels[row, head] = chosen.sort().values.int()
+    return channels.to(DEVICE)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kept", [16, 5])
+def test_channels_carry_the_largest_query_magnitude(impl: str, shape: tuple, kept: int) -> None:
+    batch = make_batch(shape, refresh_every=3)
+    channels = torch.full((batch.list_rows, batch.heads, kept), -9, dtype=torch.int32)
+    channels = channels.to(DEVICE)
+    plan = batch.plan
+    select_channels(batch.q, channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
+    refreshed = set()
+    for row in range(len(batch.lengths)):
+        if plan.refresh[row] == 0:
+            continue
+        refreshed.add(int(plan.list_rows[row]))
+        for head in range(batch.heads):
+            mine = batch.q[row].view(batch.heads, batch.group, -1)[head].double().abs().sum(0)
+            got = channels[plan.list_rows[row], head].long()
+            assert (got[1:] > got[:-1]).all()
+            rest = torch.ones(batch.dim, dtype=torch.bool, device=DEVICE)
+            rest[got] = False
+            slack = dot_rounding(mine.max(), batch.group)
+            assert mine[got].min() >= mine[rest].max() - slack
+    for row in set(range(batch.list_rows)) - refreshed:
+        assert (channels[row] == -9).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_of_equal_channels_the_lower_index_wins(impl: str) -> None:
+    batch = Batch([100], heads=1, group=2, dim=64)
+    batch.q.fill_(0.5)
+    batch.q[0, 1, 40] = -3.0
+    channels = torch.zeros((batch.list_rows, 1, 4), dtype=torch.int32, device=DEVICE)
+    plan = batch.plan
+    select_channels(batch.q, channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
+    assert channels[plan.list_rows[0], 0].tolist() == [0, 1, 2, 40]
+
+
+def score_width(batch: Batch, unit: int) -> int:
+    return -(-max(batch.lengths) // unit) + 3
+
+
+def outputs(batch: Batch, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (len(batch.lengths), batch.heads)
+    width = score_width(batch, unit)
+    scores = torch.full((*shape, width), UNTOUCHED, device=DEVICE)
+    block_max = torch.full((*shape, -(-width // BLOCK_UNITS)), UNTOUCHED, device=DEVICE)
+    return scores, block_max
+
+
+def check_scores(
+    batch: Batch,
+    unit: int,
+    got: tuple[torch.Tensor, torch.Tensor],
+    exact: torch.Tensor,
+    slack: torch.Tensor,
+) -> None:
+    """Scores within ``slack`` of ``exact`` inside the domain, nothing written outside of it."""
+    scores, block_max = got
+    for row in range(len(batch.lengths)):
+        scored = bool(batch.plan.reselect[row]) and bool(batch.plan.k_units[row] > 0)
+        units = -(-int(batch.plan.tail_start[row]) // unit) if scored else 0
+        error = (scores[row, :, :units].double() - exact[row, :, :units]).abs()
+        assert (error <= slack[row, :, :units]).all(), f"row {row}: {error.max()}"
+        assert (scores[row, :, units:] == UNTOUCHED).all()
+        blocks = -(-units // BLOCK_UNITS)
+        for j in range(blocks):
+            want = scores[row, :, j * BLOCK_UNITS : min((j + 1) * BLOCK_UNITS, units)].amax(-1)
+            assert torch.equal(block_max[row, :, j], want)
+        assert (block_max[row, :, blocks:] == UNTOUCHED).all()
+
+
+def naive_sketch_scores(
+    batch: Batch, planes: PlaneBuffers, channels: torch.Tensor, reduce: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(score, sum of |products|) in float64, one token at a time."""
+    plan, size = batch.plan, batch.page_size
+    shape = (len(batch.lengths), batch.heads, score_width(batch, 1))
+    exact, magnitude = (torch.zeros(shape, dtype=torch.float64, device=DEVICE) for _ in range(2))
+    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
+    dense = dequantize_sketch(planes.key_sketch[0], scale, torch.float64)
+    for row in range(len(batch.lengths)):
+        if plan.k_units[row] == 0:
+            continue
+        query = batch.q[row].view(batch.heads, batch.group, -1).double()
+        kept = channels[plan.list_rows[row]].long()
+        for position in range(int(plan.tail_start[row])):
+            page = int(plan.page_table[row, position // size])
+            for head in range(batch.heads):
+                key = dense[page, head, kept[head], position % size]
+                products = query[head][:, kept[head]] * key
+                sums = products.sum(1)
+                exact[row, head, position] = sums.max() if reduce == "max" else sums.sum()
+                spread = products.abs().sum(1)
+                magnitude[row, head, position] = (
+                    spread.max() if reduce == "max" else spread.sum()
+                )
+    return exact, magnitude
+
+
+@pytest.mark.parametrize("sketch", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize(("shape", "reduce"), [(SHAPES[0], "max"), (SHAPES[2], "sum")])
+def test_sketch_reference_equals_a_loop_over_tokens(
+    sketch: str, shape: tuple, reduce: str
+) -> None:
+    batch = make_batch(shape)
+    planes = batch.make_planes(sketch, page_minmax=False)
+    channels = random_channels(batch, 16)
+    exact, magnitude = naive_sketch_scores(batch, planes, channels, reduce)
+    scores, _ = outputs(batch, 1)
+    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
+    sketch_score(
+        batch.q, channels, planes.key_sketch[0], scale, batch.plan,
+        reduce=reduce, out=scores, impl="torch",
+    )  # fmt: skip
+    slack = dot_rounding(magnitude, 16 * batch.group)
+    for row in range(len(batch.lengths)):
+        tokens = int(batch.plan.tail_start[row])
+        error = (scores[row, :, :tokens].double() - exact[row, :, :tokens]).abs()
+        assert (error <= slack[row, :, :tokens]).all()
+        assert (scores[row, :, tokens:] == UNTOUCHED).all()
+
+
+def float64_sketch_scores(
+    batch: Batch, planes: PlaneBuffers, channels: torch.Tensor, reduce: str, absolute: bool
+) -> torch.Tensor:
+    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
+    dense = dequantize_sketch(planes.key_sketch[0], scale, torch.float64)
+    query = batch.q.double()
+    out = torch.zeros(
+        (len(batch.lengths), batch.heads, score_width(batch, 1)),
+        dtype=torch.float64,
+        device=DEVICE,
+    )
+    if absolute:
+        query, dense = query.abs(), dense.abs()
+    sketch_score(query, channels, dense, None, batch.plan, reduce=reduce, out=out, impl="torch")
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("sketch", "reduce", "kept", "reselect_every"),
+    [("fp8", "max", 16, 1), ("int8", "sum", 16, 3), ("bf16", "max", 20, 1), ("fp8", "sum", 7, 2)],
+)
+def test_sketch_kernel_is_within_float32_rounding_of_float64(
+    shape: tuple, sketch: str, reduce: str, kept: int, reselect_every: int
+) -> None:
+    batch = make_batch(shape, reselect_every=reselect_every, dense_rows=(len(shape[0]) - 1,))
+    planes = batch.make_planes(sketch, page_minmax=False)
+    channels = random_channels(batch, kept)
+    scores, block_max = outputs(batch, 1)
+    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
+    sketch_score(
+        batch.q, channels, planes.key_sketch[0], scale, batch.plan,
+        reduce=reduce, out=scores, block_max=block_max, impl="triton",
+    )  # fmt: skip
+    exact = float64_sketch_scores(batch, planes, channels, reduce, absolute=False)
+    magnitude = float64_sketch_scores(batch, planes, channels, reduce, absolute=True)
+    slack = dot_rounding(magnitude, kept * (batch.group if reduce == "sum" else 1))
+    # A query far below the largest of its head turns subnormal in fp16: at most 2**-25 of that
+    # largest is lost, per product.
+    slack += magnitude.amax(-1, keepdim=True) * 2.0**-24
+    check_scores(batch, 1, (scores, block_max), exact, slack)
+
+
+def float64_page_scores(
+    batch: Batch, planes: PlaneBuffers, reduce: str, absolute: bool
+) -> torch.Tensor:
+    query, low, high = batch.q.double(), planes.page_min[0].double(), planes.page_max[0].double()
+    if absolute:
+        query, high = query.abs(), torch.maximum(low.abs(), high.abs())
+    out = torch.zeros(
+        (len(batch.lengths), batch.heads, score_width(batch, 16)),
+        dtype=torch.float64,
+        device=DEVICE,
+    )
+    page_minmax_score(
+        query, low, high, batch.plan,
+        unit=16, page_size=batch.page_size, reduce=reduce, out=out, impl="torch",
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("reduce", "reselect_every"), [("max", 1), ("sum", 3)])
+def test_page_kernel_is_within_float32_rounding_of_float64(
+    shape: tuple, reduce: str, reselect_every: int
+) -> None:
+    batch = make_batch(
+        shape, unit=16, reselect_every=reselect_every, dense_rows=(len(shape[0]) - 1,)
+    )
+    planes = batch.make_planes(None, page_minmax=True)
+    scores, block_max = outputs(batch, 16)
+    page_minmax_score(
+        batch.q, planes.page_min[0], planes.page_max[0], batch.plan,
+        unit=16, page_size=batch.page_size, reduce=reduce,
+        out=scores, block_max=block_max, impl="triton",
+    )  # fmt: skip
+    exact = float64_page_scores(batch, planes, reduce, absolute=False)
+    magnitude = float64_page_scores(batch, planes, reduce, absolute=True)
+    slack = dot_rounding(magnitude, 2 * batch.dim * (batch.group if reduce == "sum" else 1))
+    check_scores(batch, 16, (scores, block_max), exact, slack)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]])
+def test_page_score_bounds_every_key_of_the_page(shape: tuple) -> None:
+    batch = make_batch(shape, unit=16)
+    planes = batch.make_planes(None, page_minmax=True)
+    exact = float64_page_scores(batch, planes, "max", absolute=False)
+    plan, size = batch.plan, batch.page_size
+    for row in range(len(batch.lengths)):
+        query = batch.q[row].view(batch.heads, batch.group, -1).double()
+        for position in range(int(plan.tail_start[row])):
+            slot = int(plan.page_table[row, position // size]) * size + position % size
+            logits = torch.einsum("hgd,hd->hg", query, batch.k[0][slot].double()).amax(1)
+            assert (logits <= exact[row, :, position // 16] + 1e-9).all()
