@@ -206,6 +206,8 @@ def select_topk_kernel(
         if k > 0:
             forced_below = tl.cdiv(sink, UNIT)
             forced_from = tl.maximum(tokens - recent, 0) // UNIT
+            # With nothing recent to force, the rounded-up last block must not look forced.
+            forced_from = tl.where(forced_from < n, forced_from, 2147483647)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
             p_blocks = block_list + i_rh * list_blocks

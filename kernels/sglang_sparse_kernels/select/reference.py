@@ -29,7 +29,8 @@ def select_topk_reference(
         index = torch.arange(units, device=scores.device)
         forced = (index < -(-sink // unit)) | (index >= max(0, tokens - recent) // unit)
         # Forced units rank before +inf scores, then by score; stable sorts keep the lower index.
-        by_score = scores[row, :, :units].sort(dim=-1, descending=True, stable=True).indices
+        ranked = scores[row, :, :units].masked_fill(forced, float("inf"))
+        by_score = ranked.sort(dim=-1, descending=True, stable=True).indices
         by_force = forced.expand(heads, -1).gather(1, by_score).int()
         order = by_force.sort(dim=-1, descending=True, stable=True).indices
         chosen = by_score.gather(1, order[:, :kept]).sort(dim=-1).values

@@ -4,6 +4,7 @@
 from dataclasses import dataclass, field
 
 import torch
+
 from sglang_sparse_kernels import (
     DENSE_REQUEST,
     DecodePlan,

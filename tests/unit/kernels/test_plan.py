@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 import torch
 from kernel_cases import DEVICE, Batch
+
 from sglang_sparse_kernels import DENSE_REQUEST, DecodePlan, plan_decode, snapshot_page_table
 
 IMPLS = ("torch", "triton")

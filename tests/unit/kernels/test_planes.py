@@ -4,6 +4,7 @@
 import pytest
 import torch
 from kernel_cases import DEVICE, Batch, poison
+
 from sglang_sparse_kernels import PlaneBuffers, quantize_sketch, update_planes
 
 SKETCHES = ("fp8", "int8", "bf16")

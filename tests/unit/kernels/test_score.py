@@ -4,7 +4,8 @@
 import pytest
 import torch
 from error_budget import dot_rounding
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, Batch
+
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
     PlaneBuffers,
@@ -147,17 +148,13 @@ def naive_sketch_scores(
                 sums = products.sum(1)
                 exact[row, head, position] = sums.max() if reduce == "max" else sums.sum()
                 spread = products.abs().sum(1)
-                magnitude[row, head, position] = (
-                    spread.max() if reduce == "max" else spread.sum()
-                )
+                magnitude[row, head, position] = spread.max() if reduce == "max" else spread.sum()
     return exact, magnitude
 
 
 @pytest.mark.parametrize("sketch", ["fp8", "int8", "bf16"])
 @pytest.mark.parametrize(("shape", "reduce"), [(SHAPES[0], "max"), (SHAPES[2], "sum")])
-def test_sketch_reference_equals_a_loop_over_tokens(
-    sketch: str, shape: tuple, reduce: str
-) -> None:
+def test_sketch_reference_equals_a_loop_over_tokens(sketch: str, shape: tuple, reduce: str) -> None:
     batch = make_batch(shape)
     planes = batch.make_planes(sketch, page_minmax=False)
     channels = random_channels(batch, 16)

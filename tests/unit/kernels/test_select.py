@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Top-k selection: the definition against Python's sort, the kernel equal to the definition."""
+
+import pytest
+import torch
+from kernel_cases import DEVICE, NAN, Batch
+
+from sglang_sparse_kernels import make_topk_workspace, select_topk
+
+STALE = -7
+
+
+def naive_topk(scores: list[float], kept: int, below: int, start: int) -> list[int]:
+    """The k first of: forced units, then larger scores, then lower indices."""
+
+    def rank(index: int) -> tuple[bool, float, int]:
+        forced = index < below or index >= start
+        return (not forced, 0.0 if forced else -scores[index], index)
+
+    return sorted(sorted(range(len(scores)), key=rank)[:kept])
+
+
+def random_scores(batch: Batch, kind: str, width: int) -> torch.Tensor:
+    """Scores of one kind in every row's domain, NaN past it."""
+    shape = (len(batch.lengths), batch.heads, width)
+    scores = batch.randn(*shape)
+    if kind == "ties":
+        scores = (scores * 2).round() / 2
+    elif kind == "constant":
+        scores.fill_(-1.5)
+    elif kind == "zeros":
+        scores = torch.where(scores > 0, 0.0, -0.0)
+    elif kind == "infinite":
+        scores = torch.where(scores > 1.5, float("inf"), scores)
+        scores = torch.where(scores < 0, float("-inf"), scores)
+    elif kind == "clustered":
+        scores = scores * 1e-3 + torch.linspace(0, 1e6, width)
+    elif kind == "tiny":
+        scores = scores * 1e-41
+    for row in range(len(batch.lengths)):
+        scores[row, :, -(-int(batch.plan.tail_start[row]) // batch.unit) :] = NAN
+    return scores.to(DEVICE)
+
+
+def select(batch: Batch, scores: torch.Tensor, impl: str, **options: object) -> tuple:
+    shape = (batch.list_rows, batch.heads)
+    indices = torch.full((*shape, batch.capacity), STALE, dtype=torch.int32, device=DEVICE)
+    counts = torch.full(shape, STALE, dtype=torch.int32, device=DEVICE)
+    workspace = make_topk_workspace(
+        len(batch.lengths) + 1, batch.heads, scores.shape[2], batch.capacity, DEVICE
+    )
+    workspace.block_max.fill_(NAN)
+    workspace.blocks.fill_(2**30)
+    select_topk(
+        scores, batch.plan, unit=batch.unit,
+        out_indices=indices, out_counts=counts, workspace=workspace, impl=impl, **options,
+    )  # fmt: skip
+    return indices, counts
+
+
+def check_lists(batch: Batch, scores: torch.Tensor, got: tuple, sink: int, recent: int) -> None:
+    indices, counts = got
+    plan, touched = batch.plan, set()
+    for row in range(len(batch.lengths)):
+        target = int(plan.list_rows[row])
+        if plan.reselect[row] == 0:
+            continue
+        touched.add(target)
+        tokens, kept = int(plan.tail_start[row]), int(plan.k_units[row])
+        units = -(-tokens // batch.unit)
+        below, start = -(-sink // batch.unit), max(0, tokens - recent) // batch.unit
+        for head in range(batch.heads):
+            want = naive_topk(scores[row, head, :units].tolist(), kept, below, start)
+            assert int(counts[target, head]) == kept
+            assert indices[target, head, :kept].tolist() == want
+    for target in set(range(batch.list_rows)) - touched:
+        assert (counts[target] == STALE).all()
+        assert (indices[target] == STALE).all()
+
+
+KINDS = ("normal", "ties", "constant", "zeros", "infinite", "clustered", "tiny")
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("lengths", "budget", "unit", "sink", "recent"),
+    [
+        ([257, 1, 111, 49], 40, 1, 4, 8),
+        ([700, 63], 17, 1, 0, 0),
+        ([300, 2], 299, 1, 16, 1),
+        ([1030, 130, 640], 160, 16, 20, 33),
+    ],
+)
+def test_lists_equal_a_sort(
+    impl: str, kind: str, lengths: list[int], budget: int, unit: int, sink: int, recent: int
+) -> None:
+    batch = Batch(
+        lengths, unit=unit, budget=budget, capacity=max(budget // unit, 8), dense_rows=(1,),
+        seed=KINDS.index(kind),
+    )  # fmt: skip
+    scores = random_scores(batch, kind, -(-max(lengths) // unit) + 5)
+    got = select(batch, scores, impl, sink=sink, recent=recent)
+    check_lists(batch, scores, got, sink, recent)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_rows_between_selections_keep_their_lists(impl: str) -> None:
+    batch = Batch([99, 100, 102, 103], reselect_every=3, seed=2)
+    assert sorted(batch.plan.reselect.tolist()) == [0, 0, 1, 1]
+    scores = random_scores(batch, "normal", 110)
+    check_lists(batch, scores, select(batch, scores, impl, sink=2, recent=3), 2, 3)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_reselected_row_without_budget_gets_an_empty_list(impl: str) -> None:
+    batch = Batch([100, 90], seed=3)
+    batch.plan.k_units[1] = 0
+    scores = random_scores(batch, "normal", 110)
+    _, counts = select(batch, scores, impl, sink=2, recent=3)
+    assert (counts[batch.plan.list_rows[1]] == 0).all()
+    assert (counts[batch.plan.list_rows[0]] == 40).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_fewer_slots_than_forced_units_keep_the_lowest(impl: str) -> None:
+    batch = Batch([100], budget=6, capacity=6, seed=4)
+    scores = random_scores(batch, "normal", 110)
+    check_lists(batch, scores, select(batch, scores, impl, sink=4, recent=8), 4, 8)
+
+
+@pytest.mark.parametrize("kind", ["normal", "constant"])
+def test_inputs_longer_than_a_tile_are_searched_in_pieces(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sparse_kernels.select import kernel
+
+    monkeypatch.setattr(kernel, "MAX_TILE", 64)
+    batch = Batch([1500, 700], budget=50, heads=1, capacity=80, seed=5)
+    scores = random_scores(batch, kind, 1501)
+    check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
+
+
+def test_block_maxima_of_the_score_kernel_are_trusted() -> None:
+    batch = Batch([600], budget=16, heads=1, capacity=16, seed=6)
+    scores = random_scores(batch, "normal", 600)
+    workspace = make_topk_workspace(1, 1, 600, 16, DEVICE)
+    filled = scores.nan_to_num(nan=float("-inf"))
+    workspace.block_max.copy_(filled.view(1, 1, -1, 8).amax(-1))
+    indices = torch.full((batch.list_rows, 1, 16), STALE, dtype=torch.int32, device=DEVICE)
+    counts = torch.full((batch.list_rows, 1), STALE, dtype=torch.int32, device=DEVICE)
+    select_topk(
+        scores, batch.plan, unit=1, sink=0, recent=0, out_indices=indices, out_counts=counts,
+        workspace=workspace, has_block_max=True, impl="triton",
+    )  # fmt: skip
+    check_lists(batch, scores, (indices, counts), 0, 0)
