@@ -88,7 +88,10 @@ def example_lines(url: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the server, say how to talk to it once it answers, and return its exit status."""
+    """Start the server, say how to talk to it once it answers, and return its exit status.
+
+    A server that a signal ended returns 128 and the signal's number, as in a shell.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     args = args[1:] if args[:1] == ["--"] else args
     model = (configs_dir() / MODEL_NAME / "model").resolve()
@@ -101,14 +104,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     command = server_command(args, model=model, on_cpu=not _has_accelerator())
     print(shlex.join(command), flush=True)
-    server = subprocess.Popen(command)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # In a session of its own, so that Ctrl-C reaches it once: through the handler below.
+    server = subprocess.Popen(command, start_new_session=True)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: server.send_signal(received))
     url = server_url(command)
     if _wait_until_healthy(server, url):
         print("\nThe server is up. Paste one of these into another shell:\n")
         print("\n\n".join(example_lines(url)), flush=True)
-    return server.wait()
+    status = server.wait()
+    return status if status >= 0 else 128 - status
 
 
 def _has_accelerator() -> bool:
