@@ -35,6 +35,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         "state_bytes": int(backend.buffers.nbytes()),
         "decode_steps": dict(backend.steps),
+        "fidelity": None if backend.probe is None else backend.probe.report(),
         "sglang": compat.sglang_version(),
         "sglang_tested": compat.tested_range(),
     }

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import banner, hooks, pools
+from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
 from sglang_sparse.backend.selection import Limits, SelectionBuffers
 from sglang_sparse.checks import check_layer, refuse
@@ -107,8 +108,10 @@ class SparseAttentionBackend(AttentionBackend):
             head_dim=head_dim,
             device=self.device,
         )
+        graphs = not runner.server_args.disable_cuda_graph
+        self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
-            self.config, pool, self.buffers, layers, self._request_slots, self.impl
+            self.config, pool, self.buffers, layers, self._request_slots, self.impl, self.probe
         )
         score = self.config.score
         self._refresh_every = score.refresh_every if score.kind == "key_sketch" else 1

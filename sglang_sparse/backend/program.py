@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.scorers import KeySketchScorer, PageMinMaxScorer, Scorer
 from sglang_sparse.backend.selection import SelectionBuffers, passes
 from sglang_sparse.config import SparseConfig
@@ -24,6 +25,8 @@ class SelectAndAttend:
     Attributes:
         scorer: bound to this layer's planes.
         indices, counts: the lists this layer writes and reads.
+        layer: its global id.
+        probe: compares with dense attention, or None.
         k_buffer, v_buffer: [slots, kv_heads, head_dim] of this layer.
     """
 
@@ -38,6 +41,8 @@ class SelectAndAttend:
     recent: int
     page_size: int
     impl: Impl
+    layer: int
+    probe: FidelityProbe | None
 
     def run(
         self, q: torch.Tensor, plan: DecodePlan, *, scaling: float, logit_cap: float
@@ -86,6 +91,21 @@ class SelectAndAttend:
                 workspace=self.buffers.attention,
                 impl=self.impl,
             )
+            if self.probe is not None:
+                self.probe.observe(
+                    self.layer,
+                    q[run],
+                    lists,
+                    self.indices,
+                    self.counts,
+                    self.k_buffer,
+                    self.v_buffer,
+                    out[run],
+                    unit=self.unit,
+                    page_size=self.page_size,
+                    scaling=scaling,
+                    logit_cap=logit_cap,
+                )
         return out
 
 
@@ -101,6 +121,7 @@ def compile_programs(
     layers: list[int],
     request_slots: int,
     impl: Impl,
+    probe: FidelityProbe | None,
 ) -> dict[int, SelectAndAttend]:
     """One program for each selecting layer, by global layer id.
 
@@ -111,6 +132,7 @@ def compile_programs(
         layers: global ids of the selecting layers (:func:`selecting_layers`).
         request_slots: rows of per-request state.
         impl: kernels or their references.
+        probe: see :mod:`sglang_sparse.backend.probe`.
     """
     programs = {}
     for position, layer in enumerate(layers):
@@ -127,6 +149,8 @@ def compile_programs(
             recent=config.recent_tokens,
             page_size=pool.page_size,
             impl=impl,
+            layer=layer,
+            probe=probe,
         )
     return programs
 

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Milliseconds per output token of a running server, over contexts and batch sizes.
+
+Works on any SGLang server, by HTTP alone, without a tokenizer (`/generate` with `input_ids`), so
+that dense and sparse servers with dummy weights can be measured side by side:
+
+    python loadtest/decode_latency.py --base-url http://127.0.0.1:30000 --label sparcas --out x.json
+
+The requests of a batch either share one prompt (its KV is computed once and read by all) or each
+have their own. The time per output token is the slope between a short and a long generation on
+cached prompts, so that prefill, scheduling and HTTP cost nothing in it; the median over repeats
+is reported with its spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+import urllib.request
+from typing import Any
+
+SHORT, LONG = 16, 144
+
+
+def call(base_url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """One HTTP call; returns the decoded answer, or None where it is not JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(base_url + path, data, headers)
+    with urllib.request.urlopen(request, timeout=600) as response:
+        text = response.read()
+    return json.loads(text) if text.lstrip()[:1] in (b"{", b"[") else None
+
+
+def generate(base_url: str, prompts: list[list[int]], tokens: int) -> tuple[float, list[int]]:
+    """Seconds for one batch, and the cached tokens of each request.
+
+    Raises:
+        RuntimeError: an answer has another length than asked for.
+    """
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+    }
+    start = time.perf_counter()
+    answers = call(base_url, "/generate", body)
+    seconds = time.perf_counter() - start
+    short = [a for a in answers if a["meta_info"]["completion_tokens"] != tokens]
+    if short:
+        raise RuntimeError(f"{len(short)} of {len(answers)} answers stopped early")
+    return seconds, [a["meta_info"]["cached_tokens"] for a in answers]
+
+
+def measure(
+    base_url: str, context: int, batch: int, *, shared: bool, vocab: int, repeats: int
+) -> dict[str, Any]:
+    """One cell: warm the prefix cache, then time short and long generations in turn."""
+    source = random.Random(f"{context}/{'shared' if shared else batch}")
+    one = [source.randrange(10, vocab) for _ in range(context)]
+    prompts = [one] * batch
+    if not shared:
+        prompts = [[source.randrange(10, vocab) for _ in range(context)] for _ in range(batch)]
+    first_token = []
+    for prompt in prompts[: 1 if shared else batch]:
+        first_token.append(generate(base_url, [prompt], 1)[0])
+    generate(base_url, prompts, SHORT)
+    slopes, cached = [], []
+    for _ in range(repeats):
+        short, _ = generate(base_url, prompts, SHORT)
+        long, cached = generate(base_url, prompts, LONG)
+        slopes.append(1000 * (long - short) / (LONG - SHORT))
+    return {
+        "context": context,
+        "batch": batch,
+        "shared_prompt": shared,
+        "ms_per_token": statistics.median(slopes),
+        "ms_per_token_min": min(slopes),
+        "ms_per_token_max": max(slopes),
+        "first_token_s": statistics.median(first_token),
+        "cached_tokens": min(cached),
+    }
+
+
+def main() -> None:
+    """Measure every cell that the arguments name and write one JSON file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--base-url", default="http://127.0.0.1:30000")
+    parser.add_argument("--label", required=True, help="name of the measured configuration")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 32000, 120000])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
+    parser.add_argument("--separate", nargs="*", default=[], metavar="CONTEXTxBATCH")
+    parser.add_argument("--vocab", type=int, default=128000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+
+    cells = [(c, b, True) for c in args.contexts for b in args.batches]
+    cells += [(*map(int, cell.split("x")), False) for cell in args.separate]  # type: ignore[misc]
+    info = call(args.base_url, "/server_info")
+    state = (info.get("internal_states") or [{}])[0]
+    report: dict[str, Any] = {
+        "label": args.label,
+        "sglang": info.get("version"),
+        "attention_backend": info.get("attention_backend"),
+        "max_total_num_tokens": info.get("max_total_num_tokens"),
+        "memory_usage": state.get("memory_usage"),
+        "sparse": state.get("sparse"),
+        "cells": [],
+    }
+    for context, batch, shared in cells:
+        cell = measure(
+            args.base_url, context, batch, shared=shared, vocab=args.vocab, repeats=args.repeats
+        )
+        report["cells"].append(cell)
+        print(json.dumps(cell), flush=True)
+        with open(args.out, "w") as file:
+            json.dump(report, file, indent=1)
+    report["decode_steps"] = (
+        (call(args.base_url, "/server_info").get("internal_states") or [{}])[0].get("sparse") or {}
+    ).get("decode_steps")
+    with open(args.out, "w") as file:
+        json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers shared by the end-to-end tests: each configuration is started once a session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+from live_server import MODEL, LiveServer
+
+from sglang_sparse.tasks import FileEncoder, Sample, TaskSuite
+
+EVERYTHING = {"budget": {"kind": "tokens", "tokens": 32768}, "min_sparse_tokens": 64}
+CHOOSY = {"budget": {"kind": "tokens", "tokens": 256}, "min_sparse_tokens": 64}
+SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
+
+CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "dense": ([], {}),
+    "sparcas-everything": ([*SPARSE, "sparcas", "--sparse-config", json.dumps(EVERYTHING)], {}),
+    "page_minmax-everything": (
+        [*SPARSE, "page_minmax", "--sparse-config", json.dumps(EVERYTHING)],
+        {},
+    ),
+    # The probe compares every decode step with dense attention; it cannot look into a graph.
+    "sparcas": (
+        [*SPARSE, "sparcas", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    "page_minmax": (
+        [*SPARSE, "page_minmax", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # Prompts in chunks that no page divides evenly into, and a pool that three of them overfill.
+    "sparcas-chunked": (
+        [
+            *SPARSE,
+            "sparcas",
+            *("--sparse-config", json.dumps(CHOOSY)),
+            *("--chunked-prefill-size", "512"),
+            *("--max-total-tokens", "8192"),
+            "--disable-cuda-graph",
+        ],
+        {},
+    ),
+    "dense-chunked": (
+        [*("--chunked-prefill-size", "512"), *("--page-size", "64"), "--disable-cuda-graph"],
+        {},
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LiveServer]]:
+    """``server(name)``: the running server of one of :data:`CONFIGURATIONS`."""
+    logs = tmp_path_factory.mktemp("servers")
+    running: dict[str, LiveServer] = {}
+
+    def start(name: str) -> LiveServer:
+        if name not in running:
+            args, env = CONFIGURATIONS[name]
+            running[name] = LiveServer(args, logs / f"{name}.log", env).wait_until_up()
+        return running[name]
+
+    yield start
+    for live in running.values():
+        live.close()
+
+
+@pytest.fixture(scope="session")
+def suite() -> TaskSuite:
+    """Tasks that the reference model was not trained on."""
+    return TaskSuite(FileEncoder(MODEL), split="heldout")
+
+
+@pytest.fixture(scope="session")
+def prompts(suite: TaskSuite) -> list[Sample]:
+    """Twenty needle prompts of 1K to 4K tokens, of odd lengths."""
+    lengths = [1000 + 157 * i for i in range(20)]
+    return [suite.samples("multi_key", length=n, count=1, seed=n)[0] for n in lengths]

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a real server answers, sparse beside dense, with shared, chunked and evicted prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from live_server import LiveServer, logprobs, token_ids
+
+from sglang_sparse.tasks import Sample, TaskSuite
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+METHODS = ("sparcas", "page_minmax")
+TOKENS = 12
+
+
+def answers_one_by_one(live: LiveServer, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of each prompt, asked alone on a cold cache."""
+    live.flush()
+    return [token_ids(live.generate([p], TOKENS, ignore_eos=True))[0] for p in prompts]
+
+
+def largest_change(before: list[float], after: list[float]) -> float:
+    """Largest difference between two runs' log-probabilities."""
+    return max(abs(a - b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_budget_above_the_context_gives_the_dense_answers(
+    server: Server, prompts: list[Sample], method: str
+) -> None:
+    ids = [p.prompt_ids for p in prompts]
+    dense = answers_one_by_one(server("dense"), ids)
+    live = server(f"{method}-everything")
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    assert answers_one_by_one(live, ids) == dense
+    # The equality means nothing unless these steps went through selection.
+    assert live.sparse_state()["decode_steps"]["sparse"] - before >= len(ids) * (TOKENS - 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_selection_is_close_to_the_oracle_on_live_prompts(
+    server: Server, prompts: list[Sample], method: str
+) -> None:
+    live = server(method)
+    answers_one_by_one(live, [p.prompt_ids for p in prompts[10:14]])
+    layers = live.sparse_state()["fidelity"]
+    assert layers, "the probe saw no sparse step"
+    for layer, seen in layers.items():
+        assert seen["pairs"] >= 4 * (TOKENS - 1), layer
+        # No list of the same length reaches more than the oracle's.
+        assert seen["mass"] <= seen["oracle_mass"] + 1e-5, layer
+        assert seen["mass"] >= 0.5 * seen["oracle_mass"], layer
+        assert seen["kernel_error"] < 1e-2, layer
+        # What is missed of the mass bounds the output's error only up to the spread of the values.
+        assert seen["output_error"] <= 2.0, layer
+
+
+def test_a_second_request_reuses_the_prefix_and_answers_as_if_cold(
+    server: Server, suite: TaskSuite
+) -> None:
+    live, dense = server("sparcas"), server("dense-chunked")
+    first = suite.samples("multi_key", length=3300, count=1, seed=77)[0].prompt_ids
+    second = first[:3072] + suite.samples("passkey", length=400, count=1, seed=78)[0].prompt_ids
+    changes = {}
+    for name, target in (("sparse", live), ("dense", dense)):
+        target.flush()
+        cold = target.generate([second], TOKENS, ignore_eos=True)
+        target.flush()
+        target.generate([first], TOKENS, ignore_eos=True)
+        warm = target.generate([second], TOKENS, ignore_eos=True)
+        assert warm[0]["meta_info"]["cached_tokens"] >= 3008
+        assert cold[0]["meta_info"]["cached_tokens"] == 0
+        assert token_ids(warm) == token_ids(cold), name
+        changes[name] = largest_change(logprobs(cold), logprobs(warm))
+    assert changes["sparse"] <= max(10 * changes["dense"], 1e-3)
+
+
+def test_chunked_prompts_answer_like_whole_ones(server: Server, prompts: list[Sample]) -> None:
+    ids = [p.prompt_ids for p in prompts[4:16:4]]
+    assert answers_one_by_one(server("sparcas-chunked"), ids) == answers_one_by_one(
+        server("sparcas"), ids
+    )
+
+
+def test_batch_neighbours_do_not_change_answers(server: Server, prompts: list[Sample]) -> None:
+    live = server("sparcas")
+    # Mixed lengths, and one that is short enough to run dense in the same batch.
+    ids = [prompts[i].prompt_ids for i in (0, 7, 15)] + [prompts[3].prompt_ids[:40]]
+    alone = answers_one_by_one(live, ids)
+    live.flush()
+    assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == alone
+
+
+def test_answers_survive_eviction_and_reuse_of_their_pages(
+    server: Server, prompts: list[Sample]
+) -> None:
+    live = server("sparcas-chunked")
+    ids = [p.prompt_ids for p in prompts[16:20]]
+    cold = answers_one_by_one(live, ids)
+    # 16K tokens of prompts through a pool of 8K: every page has had several owners by the end.
+    for _ in range(2):
+        for prompt, expected in zip(ids, cold, strict=True):
+            assert token_ids(live.generate([prompt], TOKENS, ignore_eos=True))[0] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chat_answers_a_question_about_a_fact_thousands_of_tokens_back(
+    server: Server, suite: TaskSuite, method: str
+) -> None:
+    live = server(method)
+    samples = suite.samples("passkey", length=4000, count=5, seed=5)
+    right = 0
+    for sample in samples:
+        body = {
+            "model": "reference",
+            "messages": [{"role": "user", "content": sample.content}],
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+        reply = live.call("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+        right += all(value in reply for value in sample.values)
+    assert right >= 4

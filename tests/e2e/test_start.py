@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts that must be refused, each with one line, and what the flags look like to a user."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import MODEL, LiveServer, base_args
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
+
+# Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
+DRIVER = """
+import json, sys
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+results = []
+for args in json.load(sys.stdin):
+    try:
+        prepare_server_args(args)
+        results.append(["started", ""])
+    except SystemExit as end:
+        results.append([str(end.code), ""])
+    except Exception as error:
+        results.append([type(error).__name__, str(error)])
+print("RESULTS" + json.dumps(results))
+"""
+
+LLAMA: dict[str, Any] = json.loads((MODEL / "config.json").read_text())
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "vocab_size": 1024,
+    "max_position_embeddings": 4096,
+}
+MISTRAL = {
+    **LLAMA,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 512,
+}
+GEOMETRY = {
+    "name": "other",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+
+# name -> (extra flags, words that the one line must hold)
+REFUSALS: dict[str, tuple[list[str], list[str]]] = {
+    "unknown method": (
+        ["--attention-backend", "sparse", "--sparse-method", "kaskade"],
+        ["--sparse-method", "kaskade", "sparcas"],
+    ),
+    "no method": (["--attention-backend", "sparse"], ["--sparse-method", "sparcas"]),
+    "flags without the backend": (
+        ["--attention-backend", "torch_native", "--sparse-method", "sparcas"],
+        ["--sparse-method", "sparcas", "--attention-backend sparse"],
+    ),
+    "unknown key": (
+        [*SPARSE, "--sparse-config", '{"bugdet": {"tokens": 64}}'],
+        ["--sparse-config", "bugdet", "budget"],
+    ),
+    "out of range": (
+        [*SPARSE, "--sparse-config", '{"budget": {"kind": "tokens", "tokens": 0}}'],
+        ["--sparse-config", "budget.tokens"],
+    ),
+    "budget below what is always kept": (
+        [*SPARSE, "--sparse-config", '{"budget": {"kind": "tokens", "tokens": 20}}'],
+        ["--sparse-config", "budget.tokens", "at least"],
+    ),
+    "another model's geometry": (
+        [*SPARSE, "--sparse-config", json.dumps({"model": GEOMETRY})],
+        ["--sparse-config", "4 layers"],
+    ),
+    "missing preset file": (
+        [*SPARSE, "--sparse-config", "no/such/file.json"],
+        ["--sparse-config", "no/such/file.json"],
+    ),
+    "damaged preset file": (
+        [*SPARSE, "--sparse-config", "{TMP}/damaged.json"],
+        ["--sparse-config", "damaged.json"],
+    ),
+    "page size that planes cannot use": (
+        [*SPARSE, "--sparse-config", '{"page_size": 48}'],
+        ["--sparse-config", "page_size", "48"],
+    ),
+    "another page size by SGLang's flag": (
+        [*SPARSE, "--page-size", "128"],
+        ["--page-size", "128", "64"],
+    ),
+    "speculative decoding": (
+        [*SPARSE, "--speculative-algorithm", "NGRAM"],
+        ["--speculative-algorithm", "NGRAM", "unset"],
+    ),
+    "disaggregation": (
+        [*SPARSE, "--disaggregation-mode", "prefill"],
+        ["--disaggregation-mode", "prefill", "null"],
+    ),
+    "hierarchical cache": (
+        [*SPARSE, "--enable-hierarchical-cache"],
+        ["--enable-hierarchical-cache", "unset"],
+    ),
+    "another tree": (
+        [*SPARSE, "--radix-cache-backend", "flexkv"],
+        ["--radix-cache-backend", "flexkv"],
+    ),
+    "prefill on another backend": (
+        [*SPARSE, "--prefill-attention-backend", "torch_native"],
+        ["--prefill-attention-backend", "torch_native"],
+    ),
+    "quantized KV": ([*SPARSE, "--kv-cache-dtype", "fp8_e4m3"], ["--kv-cache-dtype", "fp8_e4m3"]),
+    "MLA model": (["--model-path", "{TMP}/mla", *SPARSE], ["--model-path", "mla", "MLA"]),
+    "sliding-window model": (
+        ["--model-path", "{TMP}/mistral", *SPARSE],
+        ["--model-path", "mistral", "sliding-window"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each refused command line, and two good ones, ended with."""
+    tmp = tmp_path_factory.mktemp("refusals")
+    (tmp / "damaged.json").write_text('{"layers": ')
+    for name, config in (("mla", MLA), ("mistral", MISTRAL)):
+        (tmp / name).mkdir()
+        (tmp / name / "config.json").write_text(json.dumps(config))
+    lines = {name: flags for name, (flags, _) in REFUSALS.items()}
+    lines |= {"good": SPARSE, "dense": ["--attention-backend", "torch_native"]}
+    commands = [
+        [*base_args(), *(f.replace("{TMP}", str(tmp)) for f in flags)] for flags in lines.values()
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=500,
+    )
+    results = json.loads(done.stdout.rsplit("RESULTS", 1)[1])
+    return {name: result for name, (result, _) in zip(lines, results, strict=True)}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_start_that_cannot_be_served_is_refused_in_one_line(
+    outcomes: dict[str, str], name: str
+) -> None:
+    line = outcomes[name]
+    assert line.startswith("sglang-sparse: error: ")
+    assert "\n" not in line
+    assert "allowed: " in line
+    for word in REFUSALS[name][1]:
+        assert word in line
+
+
+@pytest.mark.parametrize("name", ["good", "dense"])
+def test_good_flags_are_not_refused(outcomes: dict[str, str], name: str) -> None:
+    assert outcomes[name] == "started"
+
+
+def test_a_refused_start_exits_with_an_error_status(tmp_path: Path) -> None:
+    live = LiveServer([*SPARSE, "--sparse-config", '{"nonsense": 1}'], tmp_path / "log")
+    try:
+        assert live.wait_until_ended() != 0
+    finally:
+        live.close()
+    refusals = [
+        line for line in live.log.read_text().splitlines() if "sglang-sparse: error" in line
+    ]
+    assert len(refusals) == 1
+
+
+def test_a_hook_that_lost_its_target_stops_the_start() -> None:
+    script = (
+        "import sys\n"
+        "from sglang_sparse import pools\n"
+        "import sglang.srt.mem_cache.kv_cache_configurator as module\n"
+        "del module.KVCacheConfigurator._build_mha_kv_pool\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "from sglang.srt.server_args import prepare_server_args\n"
+        "prepare_server_args(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", script, *base_args(), *SPARSE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode != 0
+    assert "_build_mha_kv_pool" in done.stderr.splitlines()[-1]
+
+
+def test_without_the_plugin_the_backend_is_unknown() -> None:
+    script = (
+        "import sys\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "from sglang.srt.server_args import prepare_server_args\n"
+        "prepare_server_args(sys.argv[1:])\n"
+    )
+    command = [sys.executable, "-c", script, *base_args(), "--attention-backend", "sparse"]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={"PATH": "/usr/bin:/bin", "SGLANG_PLUGINS": "none"},
+    )
+    assert done.returncode != 0
+    assert "invalid choice: 'sparse'" in done.stderr

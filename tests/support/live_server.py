@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real SGLang server for end-to-end tests: started, asked over HTTP, ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from sglang_sparse.config import configs_dir
+
+MODEL = (configs_dir() / "reference" / "model").resolve()
+START_SECONDS = 240
+
+BASE_ARGS = [
+    *("--model-path", str(MODEL)),
+    *("--served-model-name", "reference"),
+    *("--host", "127.0.0.1"),
+    *("--max-total-tokens", "32768"),
+    *("--max-running-requests", "8"),
+    *("--random-seed", "1"),
+]
+CPU_ARGS = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32"]
+
+
+def base_args() -> list[str]:
+    """Flags every server of the tests has; float32 on the CPU, where it is also the faster one."""
+    import torch
+
+    return BASE_ARGS if torch.cuda.is_available() else [*BASE_ARGS, *CPU_ARGS]
+
+
+class LiveServer:
+    """One ``python -m sglang.launch_server`` process.
+
+    Attributes:
+        url: its address.
+        log: path of what it printed.
+    """
+
+    def __init__(self, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "sglang.launch_server", *base_args()]
+        command += ["--port", str(self.port), *args]
+        # One thread a server: the tests share two cores, and spinning threads starve each other.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
+        environment.pop("TRITON_INTERPRET", None)
+        self._output = log.open("w")
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def wait_until_up(self) -> LiveServer:
+        """Return when it answers; raise RuntimeError with the end of its log if it never does."""
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                    return self
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        self.close()
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def wait_until_ended(self) -> int:
+        """Exit status of a server that is expected to refuse its flags."""
+        return self._process.wait(timeout=START_SECONDS)
+
+    def is_alive(self) -> bool:
+        """True while the process runs."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the server and everything that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._output.close()
+
+    def call(self, path: str, body: Any = None) -> Any:
+        """One HTTP call; returns decoded JSON, or text."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=240) as response:
+            text = response.read().decode()
+        return json.loads(text) if text[:1] in "{[" and text else text
+
+    def generate(self, prompts: list[list[int]], tokens: int, **body: Any) -> list[dict[str, Any]]:
+        """Greedy answers to token prompts, as one batch, with the log-probability of each token."""
+        request = {
+            "input_ids": prompts,
+            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, **body},
+            "return_logprob": True,
+        }
+        answers: list[dict[str, Any]] = self.call("/generate", request)
+        return answers
+
+    def flush(self) -> None:
+        """Empty the prefix cache."""
+        self.call("/flush_cache", {})
+
+    def sparse_state(self) -> dict[str, Any]:
+        """The ``sparse`` block of ``/server_info``."""
+        state: dict[str, Any] = self.call("/server_info")["internal_states"][0]["sparse"]
+        return state
+
+
+def token_ids(answers: list[dict[str, Any]]) -> list[list[int]]:
+    """Output token ids of each answer."""
+    return [[token for _, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
+
+
+def logprobs(answers: list[dict[str, Any]]) -> list[float]:
+    """Log-probabilities of all output tokens, in order."""
+    return [p for a in answers for p, _, _ in a["meta_info"]["output_token_logprobs"]]
