@@ -60,6 +60,13 @@ def test_every_shipped_preset_is_valid_and_is_what_its_file_says() -> None:
             assert config.model.name == ref.model
 
 
+def test_the_reference_presets_fit_the_reference_model() -> None:
+    content = json.loads((configs_dir() / "reference" / "model" / "config.json").read_text())
+    geometry = Geometry.from_hf_config(content, name="reference")
+    for method in ("sparcas", "page_minmax"):
+        assert resolve_with_source(method, None, geometry).source == f"reference/{method}"
+
+
 def test_a_method_takes_the_preset_of_the_served_geometry() -> None:
     resolved = resolve_with_source("sparcas", None, LLAMA)
     assert resolved.source == "llama-3.1-8b/sparcas"
