@@ -25,9 +25,8 @@ def dot(b_a, b_b, b_acc):
 @triton.jit
 def cast(b_x, dtype: tl.constexpr):
     """float32 to ``dtype``, rounding to nearest, halves to even."""
-    if INTERPRETED:
-        if dtype == tl.bfloat16:
-            b_bits = b_x.to(tl.int32, bitcast=True)
-            b_bits += 0x7FFF + ((b_bits >> 16) & 1)
-            b_x = (b_bits & -65536).to(tl.float32, bitcast=True)
+    if INTERPRETED and dtype == tl.bfloat16:
+        b_bits = b_x.to(tl.int32, bitcast=True)
+        b_bits += 0x7FFF + ((b_bits >> 16) & 1)
+        b_x = (b_bits & -65536).to(tl.float32, bitcast=True)
     return b_x.to(dtype)

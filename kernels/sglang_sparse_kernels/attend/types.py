@@ -5,7 +5,7 @@ import torch
 
 from ..device import programs_to_fill
 
-CTAS_PER_SM = 4
+CTAS_PER_SM = 3
 MIN_SPLIT_TOKENS = 32
 MAX_SPLITS = 64
 
@@ -16,7 +16,8 @@ def _target_programs(device: torch.device) -> int:
 
 def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch.device) -> int:
     """Splits of the KV length that fill the device; fixed by the shapes, not by the data."""
-    fill = -(-_target_programs(device) // (rows * num_kv_heads))
+    # Rounding down keeps all programs resident at once; one more would run alone at the end.
+    fill = _target_programs(device) // (rows * num_kv_heads)
     useful = -(-capacity_tokens // MIN_SPLIT_TOKENS)
     return max(1, min(fill, useful, MAX_SPLITS))
 

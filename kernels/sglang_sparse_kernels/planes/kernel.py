@@ -80,7 +80,8 @@ def update_sketch_kernel(
         o_d = tl.arange(0, BD)
         m_t = (o_t >= first) & (o_t < last)
         m_d = o_d < D
-        o_p = tile % PAGE + tl.arange(0, BT)
+        # A tile is a token or a page; saying so keeps the address of a page's row aligned.
+        o_p = tl.arange(0, BT) if BT == PAGE else tile % PAGE + tl.arange(0, BT)
         p_k = _layer_keys(k_ptrs, keys, i_l)
         p_k += (page * PAGE + o_p)[:, None] * (H * D) + i_h * D + o_d[None, :]
         # [BT, BD]
@@ -97,7 +98,11 @@ def update_sketch_kernel(
         # [BD, BT], tokens innermost
         p_s = key_sketch + entry * (D * PAGE) + o_d[:, None] * PAGE + o_p[None, :]
         b_s = cast(tl.trans(b_k), key_sketch.dtype.element_ty)
-        tl.store(p_s, b_s, mask=m_d[:, None] & m_t[None, :])
+        if (tile >= first) & (tile + BT <= last):
+            # No mask over tokens: whole rows of a page are written in wide stores.
+            tl.store(p_s, b_s, mask=m_d[:, None])
+        else:
+            tl.store(p_s, b_s, mask=m_d[:, None] & m_t[None, :])
 
 
 @triton.jit

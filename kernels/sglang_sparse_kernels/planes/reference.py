@@ -19,7 +19,9 @@ def quantize_sketch(
         return keys.clamp(-FP8_MAX, FP8_MAX).to(dtype), None
     if dtype == torch.int8:
         keys = keys.float()
-        scale = keys.abs().amax(-1) / INT8_MAX
+        largest = keys.abs().amax(-1)
+        # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
+        scale = largest / torch.full_like(largest, INT8_MAX)
         safe = torch.where(scale > 0, scale, 1.0)
         return (keys / safe[..., None]).round().to(dtype), scale
     return keys.to(dtype), None

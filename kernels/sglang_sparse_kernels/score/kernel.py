@@ -15,13 +15,14 @@ from ..triton_ops import dot
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 512
-SKETCH_CTAS_PER_SM = 16
+SKETCH_CTAS_PER_SM = 4
 MINMAX_TILE_UNITS = 64
-MINMAX_CTAS_PER_SM = 8
+MINMAX_CTAS_PER_SM = 3
 
 
 def _splits(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
-    fill = triton.cdiv(programs_to_fill(device, ctas_per_sm), rows * heads)
+    # Rounding down keeps all programs resident at once; one more would run alone at the end.
+    fill = programs_to_fill(device, ctas_per_sm) // (rows * heads)
     return max(1, min(fill, tiles))
 
 

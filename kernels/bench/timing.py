@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing by CUDA graph replay, and the bandwidth that times are held against."""
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+WARMUPS = 3
+
+
+def time_calls(calls: Sequence[Callable[[], None]], replays: int) -> dict[str, float]:
+    """Microseconds a call, median and spread over ``replays`` of a graph of all ``calls``.
+
+    ``calls`` do the same work on different data; together they touch more than the L2 cache holds,
+    so that a call finds none of its inputs there, as a layer of a model does not.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for replay in range(WARMUPS + replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if replay >= WARMUPS:
+            times.append(begin.elapsed_time(end) * 1000 / len(calls))
+    times.sort()
+    return {
+        "us": statistics.median(times),
+        "us_p10": times[len(times) // 10],
+        "us_p90": times[-1 - len(times) // 10],
+    }
+
+
+def copy_bandwidth(size: int = 2**32, replays: int = 10) -> float:
+    """Bytes a second, read plus written, of a device copy of ``size`` bytes."""
+    source = torch.empty(size // 4, dtype=torch.float32, device="cuda").normal_()
+    target = torch.empty_like(source)
+    times = time_calls([lambda: target.copy_(source)], replays)
+    return 2 * size / (times["us"] * 1e-6)

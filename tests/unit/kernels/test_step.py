@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole decode steps: all operators together, both implementations, and under a CUDA graph."""
+
+import pytest
+import torch
+from error_budget import UNIT_ROUNDOFF
+from kernel_cases import DEVICE, NAN, Batch
+
+from sglang_sparse_kernels import (
+    DecodePlan,
+    PlaneBuffers,
+    gathered_decode_attention,
+    make_topk_workspace,
+    make_workspace,
+    page_minmax_score,
+    plan_decode,
+    select_channels,
+    select_topk,
+    sketch_score,
+    update_planes,
+)
+
+
+class Decoder:
+    """One layer of a decoding batch, as an attention backend drives it."""
+
+    def __init__(self, batch: Batch, planes: PlaneBuffers, impl: str) -> None:
+        self.batch, self.planes, self.impl = batch, planes, impl
+        rows, width = len(batch.lengths), -(-batch.max_pages * batch.page_size // batch.unit)
+        state = (batch.list_rows, batch.heads)
+        self.seq_lens = batch.seq_lens.clone()
+        self.plan = DecodePlan.allocate(rows, batch.max_pages, DEVICE)
+        self.scores = torch.full((rows, batch.heads, width), NAN, device=DEVICE)
+        self.channels = torch.full((*state, 16), 2**30, dtype=torch.int32, device=DEVICE)
+        self.indices = torch.full((*state, batch.capacity), 2**30, dtype=torch.int32, device=DEVICE)
+        self.counts = torch.zeros(state, dtype=torch.int32, device=DEVICE)
+        self.topk = make_topk_workspace(rows, batch.heads, width, batch.capacity, DEVICE)
+        self.workspace = make_workspace(
+            rows, batch.heads * batch.group, batch.heads, batch.dim, DEVICE
+        )
+        self.out = torch.full_like(batch.q, NAN)
+
+    def step(self) -> None:
+        batch, plan, impl = self.batch, self.plan, self.impl
+        plan_decode(
+            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start,
+            page_size=batch.page_size, unit=batch.unit, capacity_units=batch.capacity,
+            min_sparse_tokens=batch.min_sparse, floor=batch.budget, fraction=0.0,
+            reselect_every=batch.reselect_every, refresh_every=batch.refresh_every,
+            plan=plan, impl=impl,
+        )  # fmt: skip
+        options = {
+            "reduce": "max", "out": self.scores, "block_max": self.topk.block_max, "impl": impl
+        }  # fmt: skip
+        if batch.unit == 1:
+            select_channels(
+                batch.q, self.channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl
+            )
+            sketch_score(batch.q, self.channels, self.planes.key_sketch[0], None, plan, **options)
+        else:
+            page_minmax_score(
+                batch.q, self.planes.page_min[0], self.planes.page_max[0], plan,
+                unit=batch.unit, page_size=batch.page_size, **options,
+            )  # fmt: skip
+        select_topk(
+            self.scores, plan, unit=batch.unit, sink=4, recent=8, out_indices=self.indices,
+            out_counts=self.counts, workspace=self.topk, has_block_max=True, impl=impl,
+        )  # fmt: skip
+        gathered_decode_attention(
+            batch.q, batch.k[0], batch.v[0], plan, self.indices, self.counts,
+            unit=batch.unit, page_size=batch.page_size, sm_scale=batch.dim**-0.5,
+            out=self.out, workspace=self.workspace, impl=impl,
+        )  # fmt: skip
+        update_planes(
+            batch.k, batch.k_ptrs, self.planes, plan.page_table, plan.update_start, plan.seq_lens,
+            page_size=batch.page_size, max_new_tokens=1, impl=impl,
+        )  # fmt: skip
+
+
+STEPS = 4
+
+
+def make_batch(unit: int) -> Batch:
+    """A batch that has just decoded ``STEPS + 1`` tokens."""
+    batch = Batch(
+        [300, 1, 111, 64, 30], unit=unit, group=4, page_size=32, reselect_every=2,
+        refresh_every=3, shared_pages=1, dense_rows=(3,), seed=40 + unit,
+    )  # fmt: skip
+    sparse = batch.req_slots[[0, 2, 4]]
+    batch.decode_start[sparse] = (batch.seq_lens[[0, 2, 4]] - STEPS - 1).int()
+    return batch
+
+
+def planes_before(batch: Batch, steps: int) -> PlaneBuffers:
+    """Planes as they are ``steps`` decode steps before the batch's lengths."""
+    batch.plan.update_start.sub_(steps).clamp_(min=0)
+    return batch.make_planes("fp8" if batch.unit == 1 else None, batch.unit > 1)
+
+
+def run(impl: str, unit: int) -> tuple[list[torch.Tensor], Decoder]:
+    batch = make_batch(unit)
+    decoder = Decoder(batch, planes_before(batch, STEPS), impl)
+    outputs = []
+    for step in range(STEPS, -1, -1):
+        decoder.seq_lens.copy_((batch.seq_lens - step).clamp(min=1))
+        decoder.step()
+        outputs.append(decoder.out.clone())
+    return outputs, decoder
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_both_implementations_decode_alike(unit: int) -> None:
+    triton_outputs, triton_decoder = run("triton", unit)
+    torch_outputs, torch_decoder = run("torch", unit)
+    for got, want in zip(triton_outputs, torch_outputs, strict=True):
+        error = (got.float() - want.float()).norm() / want.float().norm()
+        # Both round once to bf16; the kernel rounds the probabilities as well.
+        assert error <= 3 * UNIT_ROUNDOFF[torch.bfloat16]
+    used = triton_decoder.plan.list_rows[triton_decoder.plan.k_units > 0].long()
+    assert len(used) == 2
+    kept = int(triton_decoder.plan.k_units.max())
+    got = triton_decoder.indices[used][..., :kept]
+    assert torch.equal(got, torch_decoder.indices[used][..., :kept])
+    for name, plane in triton_decoder.planes.tensors().items():
+        same = torch_decoder.planes.tensors()[name]
+        assert torch.equal(plane.view(torch.uint8), same.view(torch.uint8)), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("unit", [1, 16])
+def test_a_captured_step_follows_the_lengths_on_the_device(unit: int) -> None:
+    eager, _ = run("triton", unit)
+    batch = make_batch(unit)
+    decoder = Decoder(batch, planes_before(batch, STEPS), "triton")
+    # Compile outside of the capture, on padding rows alone, which must change no plane in use.
+    decoder.seq_lens.fill_(1)
+    decoder.step()
+    decoder.planes = planes_before(make_batch(unit), STEPS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step()
+    for step, want in zip(range(STEPS, -1, -1), eager, strict=True):
+        decoder.seq_lens.copy_((batch.seq_lens - step).clamp(min=1))
+        decoder.out.fill_(NAN)
+        graph.replay()
+        assert torch.equal(decoder.out, want)
