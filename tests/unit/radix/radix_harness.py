@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_sparse_kernels.common import Impl
 from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
@@ -34,6 +36,7 @@ from sglang_sparse_radix.radix_cache import SparseRadixCache
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
 
 RunForward = Callable[[], None]
+UpdatePlanes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 
 
 def tiny_model_config(folder: Path) -> ModelConfig:
@@ -55,10 +58,15 @@ def tiny_model_config(folder: Path) -> ModelConfig:
 
 
 def make_pool(
-    spec: PlaneSpec, *, page_size: int, num_pages: int, dtype: torch.dtype = torch.bfloat16
+    spec: PlaneSpec,
+    *,
+    page_size: int,
+    num_pages: int,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: Impl = "torch",
 ) -> SparseMHATokenToKVPool:
     """A pool as the out-of-tree platform's path of SGLang builds it."""
-    return bind_pool_class(spec, "torch")(
+    return bind_pool_class(spec, impl)(
         num_pages * page_size,
         page_size=page_size,
         dtype=dtype,
@@ -123,11 +131,14 @@ class MemorySide:
         max_requests: int = 6,
         seed: int = 0,
         disable_radix_cache: bool = False,
+        impl: Impl = "torch",
     ) -> None:
         self.page_size = page_size
         self.model_config = model_config
         self.random = torch.Generator().manual_seed(seed)
-        self.pool = make_pool(spec, page_size=page_size, num_pages=num_pages, dtype=dtype)
+        self.pool = make_pool(
+            spec, page_size=page_size, num_pages=num_pages, dtype=dtype, impl=impl
+        )
         self.requests = ReqToTokenPool(
             size=max_requests,
             max_context_len=num_pages * page_size,
@@ -149,8 +160,21 @@ class MemorySide:
         self.waiting: list[Req] = []
         self.chunked: Req | None = None
         self.running: ScheduleBatch | None = None
-        self.before_update: Callable[[], bool] = lambda: True
+        self.update_planes: UpdatePlanes = self.pool.update_planes
+        self.seen: Counter[str] = Counter()
+        for name in ("_split_node", "_delete_leaf"):
+            self._count_calls(name)
         self._next_rid = 0
+
+    def _count_calls(self, method: str) -> None:
+        original = getattr(self.tree, method, None)
+        if original is not None:
+
+            def counted(*args: object) -> object:
+                self.seen[method] += 1
+                return original(*args)
+
+            setattr(self.tree, method, counted)
 
     # -- the forward pass ------------------------------------------------------------------------
 
@@ -167,10 +191,7 @@ class MemorySide:
                 self.pool.set_kv_buffer(
                     layer, KVWriteLoc(slots), self._random_rows(slots), self._random_rows(slots)
                 )
-            if self.before_update():
-                self.pool.update_planes(
-                    page_table, start, ends, max_new_tokens=int((ends - start).max())
-                )
+            self.update_planes(page_table, start, ends, int((ends - start).max()))
 
         return run
 
@@ -200,16 +221,19 @@ class MemorySide:
             self.chunked.init_next_round_input()
             budget -= self._set_extend(self.chunked, budget)
             batch_reqs.append(self.chunked)
+            if not self._fits(batch_reqs):
+                return []
         while self.waiting and budget > 0 and self.requests.available_size() > len(batch_reqs):
             req = self.waiting[0]
             req.init_next_round_input(self.tree)
             self.tree.inc_lock_ref(req.last_node)
-            if not self._fits([*batch_reqs, req], budget):
+            tokens = self._set_extend(req, budget)
+            if not self._fits([*batch_reqs, req]):
                 self.tree.dec_lock_ref(req.last_node)
                 break
-            budget -= self._set_extend(req, budget)
+            budget -= tokens
             batch_reqs.append(self.waiting.pop(0))
-        if not batch_reqs or not self._fits(batch_reqs, 0):
+        if not batch_reqs:
             return []
         partial = [r for r in batch_reqs if r.extend_range.end < len(r.full_untruncated_fill_ids)]
         batch = ScheduleBatch.init_new(
@@ -230,6 +254,9 @@ class MemorySide:
             run()
         for req in batch_reqs:
             if req in partial:
+                self.seen["chunk that ends inside a page"] += (
+                    req.extend_range.end % self.page_size > 0
+                )
                 maybe_cache_unfinished_req(req, self.tree, chunked=True)
                 req.inflight_middle_chunks -= 1
             else:
@@ -252,6 +279,7 @@ class MemorySide:
         retracted: list[Req] = []
         if not self.running.check_decode_mem():
             retracted, _, aborted = self.running.retract_decode(get_server_args())
+            self.seen["retraction for want of memory"] += len(retracted)
             self.waiting.extend(retracted)
             if self.running.is_empty():
                 self.running = None
@@ -262,6 +290,7 @@ class MemorySide:
         run = self.launch(batch, (batch.seq_lens_cpu - 1).tolist())
         ending = batch.reqs[finish % len(batch.reqs)] if finish is not None else None
         if overlap and ending is not None:
+            self.seen["finish with a step in flight"] += 1
             self.release(ending)
         run()
         for req in batch.reqs:
@@ -320,9 +349,8 @@ class MemorySide:
         req.set_extend_range(start, end)
         return end - start
 
-    def _fits(self, reqs: list[Req], extra: int) -> bool:
-        need = extra + len(reqs) * self.page_size
-        need += sum(r.extend_range.length for r in reqs if r.extend_range is not None)
+    def _fits(self, reqs: list[Req]) -> bool:
+        need = sum(r.extend_range.length + self.page_size for r in reqs)
         return self.allocator.available_size() + self.tree.evictable_size() >= need
 
     def _append_token(self, req: Req) -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import ClassVar
 
 import hypothesis.strategies as st
@@ -17,7 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from radix_harness import VOCAB, MemorySide, tree_nodes
+from radix_harness import VOCAB, MemorySide, UpdatePlanes, tree_nodes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_radix.planes_spec import PlaneSpec
@@ -30,6 +32,7 @@ SPECS = (
 )
 RARELY = st.sampled_from((False, False, False, True))
 CHUNKS = (5, 33, 64, 200, 400)
+Mutation = Callable[[MemorySide, UpdatePlanes], UpdatePlanes]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,8 +40,9 @@ class Schedules(RuleBasedStateMachine):
     """Any order of what a scheduler does to requests, pages and tree."""
 
     model_config: ClassVar[object]
-    forgets_update_at: ClassVar[int | None] = None
+    mutate: ClassVar[Mutation | None] = None
     max_prompt_pages = 5
+    seen: ClassVar[Counter[str]]
 
     side: MemorySide
     history: list[list[int]]
@@ -61,11 +65,15 @@ class Schedules(RuleBasedStateMachine):
         )
         self.history = []
         self.forwards = 0
-        self.side.before_update = self.count_forward
+        update = self.side.update_planes
+        if self.mutate is not None:
+            update = type(self).mutate(self.side, update)
 
-    def count_forward(self) -> bool:
-        self.forwards += 1
-        return self.forwards != self.forgets_update_at
+        def counted(*arguments):
+            self.forwards += 1
+            update(*arguments)
+
+        self.side.update_planes = counted
 
     def random_tokens(self, count: int) -> list[int]:
         return torch.randint(VOCAB, (count,), generator=self.side.random).tolist()
@@ -142,6 +150,11 @@ class Schedules(RuleBasedStateMachine):
         if really:
             self.side.flush()
 
+    def teardown(self):
+        if hasattr(self, "side"):
+            self.seen.update(self.side.seen)
+            self.seen["reused tokens"] += self.side.tree.plane_reuse.tokens
+
     @invariant()
     def planes_tree_and_allocator_agree(self):
         if hasattr(self, "side"):
@@ -149,6 +162,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 def run_schedules(machine: type[Schedules], *, examples: int, shrink: bool = True) -> None:
+    machine.seen = Counter()
     phases = set(Phase) - {Phase.explain} if shrink else {Phase.generate}
     run_state_machine_as_test(
         machine,
@@ -165,10 +179,102 @@ def run_schedules(machine: type[Schedules], *, examples: int, shrink: bool = Tru
 
 def test_planes_equal_recomputation_after_every_step_of_random_schedules(model_config):
     machine = type("Machine", (Schedules,), {"model_config": model_config})
-    run_schedules(machine, examples=40)
+    run_schedules(machine, examples=50)
+    # Schedules that never reach the hard cases would prove little.
+    hard = (
+        "_split_node",
+        "_delete_leaf",
+        "chunk that ends inside a page",
+        "retraction for want of memory",
+        "finish with a step in flight",
+        "reused tokens",
+    )
+    assert all(machine.seen[case] > 0 for case in hard), machine.seen
 
 
-def test_random_schedules_catch_a_forward_pass_that_forgets_the_planes(model_config):
-    broken = type("Broken", (Schedules,), {"model_config": model_config, "forgets_update_at": 2})
+def forgets_one_pass(side, update):
+    passes = iter(range(1000))
+
+    def mutant(*arguments):
+        if next(passes) != 1:
+            update(*arguments)
+
+    return mutant
+
+
+def stops_one_token_short(side, update):
+    return lambda table, start, end, most: update(table, start, end - 1, most)
+
+
+def starts_at_the_next_page(side, update):
+    def mutant(table, start, end, most):
+        aligned = -(-start // side.page_size) * side.page_size
+        update(table, torch.minimum(aligned, end), end, most)
+
+    return mutant
+
+
+def updates_all_but_the_last_row(side, update):
+    def mutant(table, start, end, most):
+        if len(start) > 1:
+            start = torch.cat([start[:-1], end[-1:]])
+        update(table, start, end, most)
+
+    return mutant
+
+
+def keeps_what_the_last_owner_of_a_page_left(side, update):
+    def mutant(*arguments):
+        planes = side.pool.planes
+        before = {name: plane.clone() for name, plane in planes.tensors().items()}
+        update(*arguments)
+        if planes.page_min is not None:
+            planes.page_min.copy_(torch.minimum(planes.page_min, before["page_min"]))
+            planes.page_max.copy_(torch.maximum(planes.page_max, before["page_max"]))
+        else:
+            planes.key_sketch[:, :, :, 0] = before["key_sketch"][:, :, :, 0]
+
+    return mutant
+
+
+def flips_one_entry(side, update):
+    def mutant(*arguments):
+        update(*arguments)
+        page = int(arguments[0][0, 0])
+        for name, plane in side.pool.planes.tensors().items():
+            entry = page * (side.page_size // 16) if name in ("page_min", "page_max") else page
+            first = plane[-1, entry].view(-1)[:1].view(torch.uint8)
+            first[-1] ^= 0x40
+
+    return mutant
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        forgets_one_pass,
+        stops_one_token_short,
+        starts_at_the_next_page,
+        updates_all_but_the_last_row,
+        keeps_what_the_last_owner_of_a_page_left,
+        flips_one_entry,
+    ],
+)
+def test_random_schedules_catch_a_wrong_plane_update(model_config, mutation):
+    members = {"model_config": model_config, "mutate": staticmethod(mutation)}
+    broken = type("Broken", (Schedules,), members)
     with pytest.raises(AssertionError, match="planes differ from recomputation"):
         run_schedules(broken, examples=20, shrink=False)
+
+
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[2]])
+def test_the_triton_update_keeps_the_same_invariant(model_config, spec):
+    side = MemorySide(model_config, spec, page_size=16, num_pages=12, impl="triton")
+    side.submit([i % 61 for i in range(40)])
+    side.submit([i % 61 for i in range(16)] + [5] * 9)
+    for chunk in (23, 30, 64):
+        side.prefill(chunk)
+        side.check()
+    for finish in (None, 0, None):
+        side.decode(finish=finish)
+        side.check()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the factory builds, and what it refuses with one line."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from radix_harness import DIM, HEADS, LAYERS, build_context, make_pool
+from sglang.srt.environ import envs
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.registry import create_tree_cache, get_radix_cache_factory
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.radix_cache import (
+    SparseRadixCache,
+    create_sparse_radix_cache,
+    register,
+)
+from sglang_sparse_radix.refusals import RULES, find_unsupported
+
+P = 16
+
+
+def context(pool=None, **changes):
+    requests = ReqToTokenPool(2, 4 * P, "cpu", False)
+    if pool is None:
+        pool = make_pool(PlaneSpec(page_minmax=True), page_size=P, num_pages=4)
+    return build_context(pool, page_size=P, requests=requests, **changes)
+
+
+def test_the_flag_selects_the_sparse_radix_cache():
+    cache = create_tree_cache(context())
+    assert type(cache) is SparseRadixCache
+    assert isinstance(cache, RadixCache)
+
+
+def test_registering_twice_is_harmless():
+    register()
+    register()
+    assert get_radix_cache_factory("sparse") is create_sparse_radix_cache
+
+
+def test_a_disabled_radix_cache_is_what_sglang_builds():
+    cache = create_tree_cache(context(disable_radix_cache=True))
+    assert type(cache).__name__ == "ChunkCache"
+    whole = context(disable_radix_cache=True, effective_chunked_prefill_size=None)
+    cache = create_tree_cache(whole)
+    assert type(cache) is RadixCache
+    assert cache.disable
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("enable_hierarchical_cache", True),
+        ("enable_lmcache", True),
+        ("enable_flexkv", True),
+        ("enable_hisparse", True),
+        ("disaggregation_mode", "prefill"),
+        ("disaggregation_mode", "decode"),
+        ("disaggregation_decode_enable_offload_kvcache", True),
+        ("speculative_algorithm", "EAGLE"),
+        ("speculative_algorithm", "NGRAM"),
+        ("dllm_algorithm", "LowConfidence"),
+        ("dcp_size", 2),
+        ("attn_cp_size", 2),
+        ("enable_pdmux", True),
+        ("enable_page_major_kv_layout", True),
+        ("enable_session_radix_cache", True),
+        ("enable_streaming_session", True),
+        ("radix_cache_backend", "flexkv"),
+    ],
+)
+def test_unsupported_flags_are_refused_naming_flag_value_and_remedy(field, value):
+    fields_set = {"radix_cache_backend": "sparse"} | {field: value}
+    with (
+        get_context().override_server_args(device="cpu", **fields_set),
+        pytest.raises(ValueError, match="allowed:") as error,
+    ):
+        create_sparse_radix_cache(context())
+    line = str(error.value)
+    flag = "--" + field.replace("_", "-")
+    assert line.startswith(f"{flag} is {value!r}: ")
+    assert f"start without {flag}" in line
+    assert "\n" not in line
+
+
+def test_a_plain_server_is_supported():
+    assert find_unsupported(ServerArgs(model_path="dummy")) is None
+
+
+def test_every_rule_names_a_field_that_this_sglang_has():
+    known = {field.name for field in fields(ServerArgs)}
+    assert {rule.field for rule in RULES} <= known
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        "SGLANG_USE_HND_KVCACHE",
+        "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
+        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+        "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
+    ],
+)
+def test_unsupported_environment_switches_are_refused(switch):
+    good = context()
+    with (
+        getattr(envs, switch).override(True),
+        pytest.raises(ValueError, match=f"{switch} is set: .*unset {switch}"),
+    ):
+        create_sparse_radix_cache(good)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_hybrid_swa": True}, "hybrid sliding-window model"),
+        ({"is_hybrid_ssm": True}, "hybrid state-space model"),
+        ({"is_dsa": True}, "DeepSeek sparse attention model"),
+        ({"enable_hierarchical_cache": True}, "start without --enable-hierarchical-cache"),
+    ],
+)
+def test_unsupported_models_and_builds_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        create_sparse_radix_cache(context(**changes))
+
+
+def test_bigram_keys_are_refused():
+    good = context()
+    bigram = replace(good, params=replace(good.params, is_eagle=True))
+    with pytest.raises(ValueError, match="bigram tree keys"):
+        create_sparse_radix_cache(bigram)
+
+
+def test_a_pool_without_planes_is_refused():
+    pool = MHATokenToKVPool(4 * P, P, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
+    with pytest.raises(ValueError, match="got the KV pool MHATokenToKVPool"):
+        create_sparse_radix_cache(context(pool))
+
+
+def test_a_tree_that_pages_otherwise_than_the_pool_is_refused():
+    good = context()
+    other = replace(good, params=replace(good.params, page_size=32))
+    with pytest.raises(ValueError, match="--page-size is 16 in the KV pool but 32"):
+        create_sparse_radix_cache(other)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a `PlaneSpec` accepts, and that its byte counts are those of the tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_sparse_kernels.planes import PlaneBuffers
+from sglang_sparse_radix import PlaneSpec, plane_bytes_per_token
+
+SPECS = (
+    PlaneSpec(),
+    PlaneSpec(page_minmax=True),
+    PlaneSpec(key_sketch="fp8"),
+    PlaneSpec(key_sketch="int8"),
+    PlaneSpec(page_minmax=True, key_sketch="bf16"),
+)
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 48, 128])
+def test_page_size_that_planes_cannot_use_is_refused_in_one_line(page_size):
+    with pytest.raises(ValueError, match=rf"--page-size is {page_size}; .* 16, 32 or 64") as error:
+        PlaneSpec(page_minmax=True).validate_page_size(page_size)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+def test_quantised_kv_is_refused_naming_what_is_allowed(dtype):
+    with pytest.raises(ValueError, match=r"bfloat16, float16, float32.*--kv-cache-dtype auto"):
+        PlaneSpec().validate_kv_dtype(dtype)
+
+
+def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
+    with pytest.raises(ValueError, match="logical_page is 8; allowed: 16"):
+        PlaneSpec(logical_page=8)
+    with pytest.raises(ValueError, match="key_sketch is 'int4'; allowed: None, 'fp8', 'int8' or"):
+        PlaneSpec(key_sketch="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, dtype):
+    layers, heads, dim, pages = 3, 2, 64, 5
+    planes = PlaneBuffers.allocate(
+        num_layers=layers,
+        num_pages=pages,
+        page_size=page_size,
+        num_heads=heads,
+        head_dim=dim,
+        kv_dtype=dtype,
+        page_minmax=spec.page_minmax,
+        key_sketch=spec.key_sketch,
+        logical_page=spec.logical_page,
+    )
+    page_bytes = spec.bytes_per_page(heads, dim, page_size, dtype)
+    assert planes.num_bytes() == layers * pages * page_bytes
+    token_bytes = plane_bytes_per_token(
+        spec,
+        head_num=heads,
+        head_dim=dim,
+        page_size=page_size,
+        kv_dtype=dtype,
+        num_layers=layers,
+    )
+    assert token_bytes * pages * page_size == planes.num_bytes()
+
+
+def test_plane_shares_of_the_kv_pool_are_those_that_the_design_states():
+    kv = 2 * 8 * 128 * 2
+    geometry = {"head_num": 8, "head_dim": 128, "page_size": 64, "kv_dtype": torch.bfloat16}
+    minmax = plane_bytes_per_token(PlaneSpec(page_minmax=True), num_layers=1, **geometry)
+    sketch = plane_bytes_per_token(PlaneSpec(key_sketch="fp8"), num_layers=1, **geometry)
+    assert minmax / kv == 1 / 16
+    assert sketch / kv == 1 / 4
+
+
+def test_an_uneven_geometry_is_rounded_up():
+    spec = PlaneSpec(page_minmax=True)
+    geometry = {"head_num": 1, "head_dim": 3, "page_size": 16, "kv_dtype": torch.bfloat16}
+    assert plane_bytes_per_token(spec, num_layers=1, **geometry) == 1  # 12 bytes a page of 16

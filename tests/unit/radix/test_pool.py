@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool with planes: allocation, accounting, updates, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from radix_harness import DIM, HEADS, LAYERS, make_pool
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+from sglang.srt.runtime_context import get_context, get_parallel
+
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class, extra_cell_bytes
+
+ALL = PlaneSpec(page_minmax=True, key_sketch="int8")
+P = 16
+
+
+def fill(pool, page_table, lengths, seed=0):
+    """Write random K and V for rows of `lengths` tokens and update their planes."""
+    random = torch.Generator().manual_seed(seed)
+    for row, length in enumerate(lengths):
+        positions = torch.arange(length)
+        slots = page_table[row, positions // P].long() * P + positions % P
+        for layer_id in range(LAYERS):
+            layer = RadixAttention(HEADS, DIM, 1.0, num_kv_heads=HEADS, layer_id=layer_id)
+            rows = torch.randn((2, length, HEADS, DIM), generator=random).to(pool.dtype)
+            pool.set_kv_buffer(layer, slots, rows[0], rows[1])
+    end = torch.tensor(lengths, dtype=torch.int32)
+    pool.update_planes(page_table, torch.zeros_like(end), end, max_new_tokens=max(lengths))
+
+
+@pytest.fixture
+def configurator(model_config):
+    """A `KVCacheConfigurator` with the fields that its pool builders and the cell size read."""
+    kvc = KVCacheConfigurator.__new__(KVCacheConfigurator)
+    fields = {
+        "kv_cache_dtype_str": "auto",
+        "kv_cache_dtype": torch.bfloat16,
+        "model_config": model_config,
+        "layer_info": SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
+        "device": "cpu",
+        "post_capture_kv_active": False,
+        "page_size": P,
+        "use_mla_backend": False,
+        "is_draft_worker": False,
+    }
+    with (
+        get_context().override_server_args(page_size=P, device="cpu") as server_args,
+        get_parallel().override(attn_tp_size=1),
+    ):
+        for name, value in (fields | {"server_args": server_args}).items():
+            object.__setattr__(kvc, name, value)
+        yield kvc
+
+
+@pytest.fixture
+def with_planes_bytes():
+    spec = PlaneSpec(page_minmax=True, key_sketch="fp8")
+    return spec, make_pool(spec, page_size=P, num_pages=7)
+
+
+def test_pool_reports_exactly_the_bytes_of_its_tensors(with_planes_bytes):
+    _, pool = with_planes_bytes
+    tensors = [*pool.k_buffer, *pool.v_buffer, *pool.planes.tensors().values()]
+    assert sum(pool.get_kv_size_bytes()) == sum(t.nbytes for t in tensors)
+    assert pool.plane_bytes() == sum(t.nbytes for t in pool.planes.tensors().values())
+    assert pool.get_kv_size_bytes()[1] == sum(t.nbytes for t in pool.v_buffer)
+    assert pool.mem_usage == sum(pool.get_kv_size_bytes()) / (1 << 30)
+
+
+def test_planes_cover_every_page_the_padding_page_included(with_planes_bytes):
+    spec, pool = with_planes_bytes
+    assert pool.num_pages == 8
+    page_bytes = spec.bytes_per_page(HEADS, DIM, P, pool.dtype)
+    assert pool.plane_bytes() == LAYERS * pool.num_pages * page_bytes
+
+
+def test_planes_that_the_spec_leaves_out_are_not_allocated():
+    pool = make_pool(PlaneSpec(page_minmax=True), page_size=P, num_pages=2)
+    assert list(pool.planes.tensors()) == ["page_min", "page_max"]
+    assert make_pool(PlaneSpec(), page_size=P, num_pages=2).plane_bytes() == 0
+
+
+def test_plane_bytes_are_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="sglang_sparse_radix.pool"):
+        make_pool(PlaneSpec(key_sketch="fp8"), page_size=P, num_pages=2)
+    assert "KV planes are allocated. planes: key_sketch" in caplog.text
+    assert "25.0% on top of K and V" in caplog.text
+
+
+def test_unused_pages_hold_zeros_never_nan():
+    pool = make_pool(ALL, page_size=P, num_pages=3)
+    assert all((plane.float() == 0).all() for plane in pool.planes.tensors().values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sketch", [None, "fp8", "int8", "bf16"])
+def test_update_makes_planes_equal_recomputation(dtype, sketch):
+    spec = PlaneSpec(page_minmax=True, key_sketch=sketch)
+    pool = make_pool(spec, page_size=P, num_pages=8, dtype=dtype)
+    page_table = torch.tensor([[3, 1, 5], [2, 7, 0]], dtype=torch.int32)
+    fill(pool, page_table, [40, 17])
+    pages, rows = torch.tensor([3, 1, 5, 2, 7]), torch.tensor([16, 16, 8, 16, 1])
+    assert pool.verify_planes(pages, rows) == []
+
+
+def test_verification_finds_any_single_corrupted_entry():
+    pool = make_pool(ALL, page_size=P, num_pages=4)
+    page_table = torch.tensor([[2, 4]], dtype=torch.int32)
+    fill(pool, page_table, [32])
+    pages = torch.tensor([2, 4])
+    for name, plane in pool.planes.tensors().items():
+        flat = plane[1, 4].view(-1)
+        before = flat[3].clone()
+        flat[3] = before + 1
+        wrong = pool.verify_planes(pages)
+        assert [(w.plane, w.layer, w.page, w.wrong_entries) for w in wrong] == [(name, 1, 4, 1)]
+        flat[3] = before
+    assert pool.verify_planes(pages) == []
+
+
+def test_verification_finds_rows_written_without_an_update():
+    pool = make_pool(ALL, page_size=P, num_pages=4)
+    fill(pool, torch.tensor([[2, 4]], dtype=torch.int32), [32])
+    pool.k_buffer[0][4 * P + 3] *= 2
+    assert {w.page for w in pool.verify_planes(torch.tensor([2, 4]))} == {4}
+
+
+def test_a_reused_page_forgets_what_its_last_owner_left():
+    pool = make_pool(ALL, page_size=P, num_pages=4)
+    fill(pool, torch.tensor([[3]], dtype=torch.int32), [16], seed=1)
+    fill(pool, torch.tensor([[3]], dtype=torch.int32), [5], seed=2)
+    assert pool.verify_planes(torch.tensor([3]), torch.tensor([5])) == []
+
+
+def test_class_builds_through_sglangs_cuda_path(configurator):
+    pool = configurator._build_mha_kv_pool(
+        max_total_num_tokens=4 * P,
+        mha_pool_class=bind_pool_class(ALL, "torch"),
+    )
+    assert isinstance(pool, SparseMHATokenToKVPool)
+    assert (pool.num_pages, pool.plane_spec, pool.impl) == (5, ALL, "torch")
+
+
+def test_class_builds_through_sglangs_platform_path(configurator, monkeypatch):
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    platform = SimpleNamespace(get_mha_kv_pool_cls=lambda: bind_pool_class(ALL, "torch"))
+    monkeypatch.setattr(kv_cache_configurator, "current_platform", platform)
+    pool = configurator._build_oot_mha_kv_pool(max_total_num_tokens=4 * P)
+    assert isinstance(pool, SparseMHATokenToKVPool)
+
+
+@pytest.mark.parametrize("spec", [ALL, PlaneSpec(key_sketch="fp8"), PlaneSpec(page_minmax=True)])
+def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, configurator):
+    sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
+    sizing.kv_cache_dtype_str = "auto"
+    cell = sizing._compute_cell_size(configurator, LAYERS)
+    cell += extra_cell_bytes(spec, configurator, LAYERS)
+    pool = make_pool(spec, page_size=P, num_pages=9)
+    assert sum(pool.get_kv_size_bytes()) == cell * pool.num_pages * P
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool, i: pool.move_kv_cache(i, i),
+        lambda pool, i: pool.get_cpu_copy(i),
+        lambda pool, i: pool.load_cpu_copy([], i),
+        lambda pool, i: pool.get_contiguous_buf_infos(),
+        lambda pool, i: pool.set_kv_buffer_prefix_valid(None, i, i, i, i),
+        lambda pool, i: pool.finalize_backing(None),
+        lambda pool, i: pool.register_layer_transfer_counter(None),
+    ],
+)
+def test_operations_that_would_leave_planes_wrong_are_refused(call):
+    pool = make_pool(ALL, page_size=P, num_pages=2)
+    with pytest.raises(RuntimeError, match="not supported by the sparse KV planes") as error:
+        call(pool, torch.tensor([16]))
+    assert "\n" not in str(error.value)
+
+
+def build(**changes):
+    arguments = {
+        "size": 2 * P,
+        "page_size": P,
+        "dtype": torch.bfloat16,
+        "head_num": HEADS,
+        "head_dim": DIM,
+        "layer_num": LAYERS,
+        "device": "cpu",
+        "enable_memory_saver": False,
+    }
+    return bind_pool_class(ALL, "torch")(**(arguments | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_head_dim": 2 * DIM}, "v_head_dim 16 with head_dim 8"),
+        ({"dtype": torch.float8_e4m3fn}, "--kv-cache-dtype resolves to float8_e4m3fn"),
+        ({"quant_method": SimpleNamespace(name="fp4")}, "quantized KV"),
+        ({"kv_cache_layout": "page_major_layer_major"}, "--enable-page-major-kv-layout"),
+        ({"post_capture_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
+    ],
+)
+def test_pools_that_planes_are_not_defined_for_are_refused(changes, message):
+    with pytest.raises(RuntimeError, match=message):
+        build(**changes)
+
+
+def test_hnd_layout_is_refused():
+    from sglang.srt.environ import envs
+
+    with (
+        envs.SGLANG_USE_HND_KVCACHE.override(True),
+        pytest.raises(RuntimeError, match="unset SGLANG_USE_HND_KVCACHE"),
+    ):
+        build()
+
+
+def test_page_size_and_impl_are_checked():
+    with pytest.raises(ValueError, match="--page-size is 8"):
+        build(page_size=8)
+    with pytest.raises(ValueError, match="triton, torch"):
+        bind_pool_class(ALL, "cuda")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="bind_pool_class"):
+        SparseMHATokenToKVPool(32, 16, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
+
+
+def test_no_inherited_writer_or_mover_is_left_unreviewed():
+    """A new public method of SGLang's pool is a possible writer of K rows: look at it, list it."""
+    reviewed_as_harmless = {
+        "get_dequant_workspace",
+        "get_flashinfer_decode_dequant_workspace_kv_buffer",
+        "get_flashinfer_dequant_workspace_kv_buffer",
+        "get_key_buffer",
+        "get_kv_buffer",
+        "get_kv_buffer_shape",
+        "get_kv_cache_quant_method",
+        "get_raw_kv_buffer",
+        "get_value_buffer",
+        "is_quantized_kv_cache",
+        "layer_shard_enabled",
+        "maybe_get_custom_mem_pool",
+        "post_capture_active",
+        "post_capture_backed_bytes",
+        "set_kv_buffer",  # the forward pass; `update_planes` follows
+    }
+    inherited = {name for name in dir(MHATokenToKVPool) if not name.startswith("_")}
+    assert inherited - set(vars(SparseMHATokenToKVPool)) - reviewed_as_harmless == set()

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each tree operation on its own: planes stay right, hints follow, reuse is counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from radix_harness import MemorySide, check_hints, tree_nodes
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.radix_cache import NodeHint
+
+P = 16
+SPEC = PlaneSpec(page_minmax=True, key_sketch="int8")
+
+
+@pytest.fixture
+def side(model_config):
+    return MemorySide(model_config, SPEC, page_size=P, num_pages=24)
+
+
+def tokens(start, count):
+    return [(start + 7 * i) % 61 for i in range(count)]
+
+
+def serve(side, prompt, chunk=10_000, steps=2):
+    """One request from arrival to finish, checked after each step; returns it."""
+    req = side.submit(prompt)
+    while req in side.waiting or req is side.chunked:
+        assert side.prefill(chunk)
+        side.check()
+    for _ in range(steps):
+        side.decode()
+        side.check()
+    side.decode(finish=side.running.reqs.index(req))
+    side.check()
+    return req
+
+
+def test_a_shared_prefix_reuses_pages_and_planes_and_is_counted_once(side):
+    prompt = tokens(0, 3 * P + 5)
+    serve(side, prompt)
+    before = {name: plane.clone() for name, plane in side.pool.planes.tensors().items()}
+    (node,) = tree_nodes(side.tree)
+    shared = node.value[::P][:3] // P
+    serve(side, prompt[: 3 * P] + tokens(5, 20), chunk=9)
+    assert vars_of(side) == (2, 1, 3 * P, 3)
+    for name, plane in side.pool.planes.tensors().items():
+        units = plane.shape[1] // side.pool.num_pages
+        index = (shared[:, None] * units + torch.arange(units)).flatten()
+        same = plane[:, index].view(torch.uint8) == before[name][:, index].view(torch.uint8)
+        assert same.all(), f"{name} of a shared page was rewritten"
+
+
+def vars_of(side):
+    reuse = side.tree.plane_reuse
+    return reuse.prefills, reuse.prefills_with_reuse, reuse.tokens, reuse.pages
+
+
+def test_looking_a_prefix_up_does_not_count_as_reuse(side):
+    serve(side, tokens(0, 2 * P + 1))
+    waiting = side.submit(tokens(0, 2 * P + 1))
+    for _ in range(5):
+        waiting.init_next_round_input(side.tree)
+    assert vars_of(side) == (1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 23, 64])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_any_chunking_of_a_prompt_keeps_planes_right(side, chunk, overlap):
+    req = side.submit(tokens(3, 3 * P + 9))
+    while req in side.waiting or req is side.chunked:
+        side.prefill(chunk, overlap=overlap)
+        side.check()
+    assert vars_of(side) == (1, 0, 0, 0)
+
+
+def test_two_requests_that_computed_one_prefix_end_on_the_same_pages(side):
+    prompt = tokens(0, 2 * P + 3)
+    first, second = side.submit(prompt), side.submit(prompt)
+    side.prefill(10_000)
+    side.check()
+    rows = side.requests.req_to_token
+    assert torch.equal(rows[first.req_pool_idx, : 2 * P], rows[second.req_pool_idx, : 2 * P])
+    assert len(tree_nodes(side.tree)) == 1
+    side.decode(finish=0)
+    side.check()
+    side.decode(finish=0)
+    side.check()
+
+
+def test_a_request_that_ends_while_its_extra_step_is_in_flight_keeps_planes_right(side):
+    side.submit(tokens(0, 2 * P - 2))
+    side.submit(tokens(40, 20))
+    side.prefill(10_000)
+    side.decode()
+    side.decode(finish=0, overlap=True)
+    side.check()
+    serve(side, tokens(0, 2 * P - 2) + tokens(9, 8), steps=1)
+
+
+def test_evicted_pages_are_reused_with_fresh_planes(side):
+    for start in range(0, 60, 4):  # far more tokens than the pool holds
+        serve(side, tokens(start, 4 * P), steps=1)
+    assert side.tree.evictable_size() < side.pool.size
+    side.tree.evict(EvictParams(num_tokens=side.pool.size))
+    side.check()
+    assert side.tree.num_hints() == 0
+    serve(side, tokens(1, 5 * P))
+
+
+def test_retraction_recomputes_and_counts_a_second_prefill(side):
+    serve(side, tokens(0, P + 1))
+    req = side.submit(tokens(0, 2 * P + 5))
+    side.prefill(10_000)
+    side.decode()
+    side.retract(0)
+    side.check()
+    assert req.req_pool_idx is None
+    side.prefill(10_000)
+    side.check()
+    # Twice its own first page and what its first prefill had already put into the tree.
+    assert vars_of(side)[:3] == (3, 2, P + 2 * P)
+
+
+def test_memory_pressure_retracts_and_every_request_ends_with_right_planes(model_config):
+    side = MemorySide(model_config, SPEC, page_size=P, num_pages=8)
+    for start in (0, 20, 40):
+        side.submit(tokens(start, P + 3))
+        side.prefill(10_000)
+    retracted = 0
+    for _ in range(60):
+        retracted += len(side.decode())
+        side.check()
+    assert retracted > 0
+
+
+def test_aborting_a_half_prefilled_prompt_gives_its_pages_back(side):
+    side.submit(tokens(0, 5 * P))
+    side.prefill(2 * P + 3)
+    side.check()
+    side.abort_chunked()
+    side.check()
+    assert side.tree.evictable_size() == 2 * P
+
+
+def test_flush_empties_tree_hints_and_pages_but_keeps_counts(side):
+    serve(side, tokens(0, 2 * P + 1))
+    serve(side, tokens(0, 2 * P + 1))
+    side.flush()
+    side.check()
+    assert tree_nodes(side.tree) == []
+    assert side.tree.num_hints() == 0
+    assert side.allocator.available_size() == side.pool.size
+    serve(side, tokens(0, 2 * P + 1))
+    assert vars_of(side) == (3, 1, 2 * P, 2)
+
+
+def test_split_divides_a_hint_at_the_boundary(side):
+    serve(side, tokens(0, 4 * P))
+    (node,) = tree_nodes(side.tree)
+    side.tree.annotate(node, [3, 0, 1, 1, 9], unit=P)
+    assert side.tree.hint(node) == NodeHint(end=4 * P, unit=P, units=(0, 1, 3))
+    serve(side, tokens(0, 2 * P) + tokens(2, P))
+    assert side.tree.hint(node) == NodeHint(end=4 * P, unit=P, units=(0, 1, 3))
+    assert side.tree.hint(node.parent) == NodeHint(end=2 * P, unit=P, units=(0, 1))
+    check_hints(side.tree)
+
+
+def test_units_that_reach_past_a_boundary_are_dropped():
+    assert NodeHint(end=128, unit=48, units=(0, 1)).cut(64) == NodeHint(64, 48, (0,))
+    assert NodeHint(end=128, unit=48, units=(1,)).cut(64) == NodeHint(64)
+
+
+def test_hints_of_the_root_and_of_evicted_nodes(side):
+    serve(side, tokens(0, 2 * P))
+    (node,) = tree_nodes(side.tree)
+    side.tree.annotate(side.tree.root_node, [0], unit=P)
+    assert side.tree.hint(side.tree.root_node) == NodeHint(end=0)
+    side.tree.evict(EvictParams(num_tokens=side.pool.size))
+    with pytest.raises(KeyError):
+        side.tree.hint(node)
+    with pytest.raises(ValueError, match="unit >= 1"):
+        side.tree.annotate(node, [0], unit=0)
+
+
+def test_without_a_radix_cache_planes_stay_right(model_config):
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+    side = MemorySide(model_config, SPEC, page_size=P, num_pages=24, disable_radix_cache=True)
+    assert type(side.tree) is ChunkCache
+    serve(side, tokens(0, 3 * P + 2), chunk=20)
+    serve(side, tokens(0, 3 * P + 2), chunk=7)
