@@ -4,8 +4,9 @@
 """Triton implementation of exact top-k: prune whole blocks, then search the survivors.
 
 The k best units lie in the k blocks with the largest maxima, so with k small against the context
-only the block maxima and k blocks are read. Both searches bisect an order-preserving integer key
-for the k-th largest; a tile that holds all keys stays in registers, longer inputs are re-read.
+only the block maxima and k blocks are read. Both searches look for the k-th largest among
+order-preserving integer keys; a tile that holds all of them stays in registers, longer inputs are
+re-read.
 """
 
 import torch
@@ -57,6 +58,12 @@ def _sortable(b_s):
 
 
 @triton.jit
+def _score_of(key):
+    """Inverse of :func:`_sortable`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _load_block_keys(p_max, o_b, num_blocks, forced_below, forced_from, BLOCK: tl.constexpr):
     """Keys of block maxima; INT32_MAX for a block with a forced unit, INT32_MIN past the end."""
     b_key = _sortable(tl.load(p_max + o_b, mask=o_b < num_blocks, other=float("-inf")))
@@ -82,32 +89,74 @@ def _load_unit_keys(
 
 
 @triton.jit
+def _probe(lo, hi, weight_lo, weight_hi, step):
+    """Next key to count at: where the log of the count, linear in the score, would meet k.
+
+    Every third step bisects the keys instead, so that no distribution takes more than a few dozen.
+    """
+    bisected = lo + ((hi - lo + 1) >> 1)
+    score_lo, score_hi = _score_of(lo.to(tl.int32)), _score_of(hi.to(tl.int32))
+    score = score_lo + (score_hi - score_lo) * (weight_lo / (weight_lo + weight_hi))
+    guess = tl.minimum(tl.maximum(_sortable(score).to(tl.int64), lo + 1), hi)
+    usable = (step % 3 != 2) & (tl.abs(score) < float("inf"))
+    return tl.where(usable, guess, bisected)
+
+
+@triton.jit
 def _narrow(lo, hi, middle, count, k):
-    """Bisection step; a count of exactly k ends the search at once."""
+    """A count above k raises lo, one below lowers hi; exactly k ends the search at once."""
     hi = tl.where(count == k, middle, tl.where(count > k, hi, middle - 1))
     return tl.where(count >= k, middle, lo), hi
+
+
+@triton.jit
+def _resident_threshold(b_key, floor, n, k):
+    """(threshold, keys above it) of keys held in registers.
+
+    At least k keys reach ``threshold``; unless exactly k do, it is the k-th largest key.
+    ``floor`` is a key that at least k keys reach, ``n`` about the number of valid keys.
+    """
+    b_valid = tl.where(b_key == -2147483648, 2147483647, b_key)
+    b_free = tl.where(b_key == 2147483647, -2147483648, b_key)
+    forced = tl.sum((b_key == 2147483647).to(tl.int32))
+    lo = tl.maximum(tl.min(b_valid), floor).to(tl.int64)
+    hi = tl.where(forced >= k, lo, tl.max(b_free).to(tl.int64))
+    lo = tl.where(forced >= k, 2147483647, lo)
+    weight_lo = tl.log2(tl.maximum(n, k + 1).to(tl.float32) / k)
+    weight_hi = tl.log2(k / tl.maximum(forced.to(tl.float32), 0.5))
+    side = tl.full((), 0, tl.int32)
+    step = tl.full((), 0, tl.int32)
+    while lo < hi:
+        middle = _probe(lo, hi, weight_lo, weight_hi, step)
+        count = tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
+        lo, hi = _narrow(lo, hi, middle, count, k)
+        # The end that moves gets its real weight; one that stays twice is pulled in (Illinois).
+        moved = tl.where(count > k, 1, -1)
+        gap = tl.abs(tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k))
+        stale = tl.where(moved == side, 0.5, 1.0)
+        weight_hi = tl.where(moved == 1, weight_hi * stale, gap)
+        weight_lo = tl.where(moved == 1, gap, weight_lo * stale)
+        side = moved
+        step += 1
+    return lo.to(tl.int32), tl.sum((b_key > lo.to(tl.int32)).to(tl.int32))
 
 
 @triton.jit
 def _block_threshold(
     p_max, num_blocks, k, forced_below, forced_from, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(threshold, ties): keys above it win, and ``ties`` of those equal to it."""
+    """(threshold, blocks above it) over block maxima, as :func:`_resident_threshold`."""
     lo = tl.full((), -2147483647, tl.int64)
-    hi = tl.full((), 2147483647, tl.int64)
     above = tl.full((), 0, tl.int32)
+    threshold = tl.full((), 0, tl.int32)
     if num_blocks <= BT:
         # [BT]
         b_key = _load_block_keys(
             p_max, tl.arange(0, BT), num_blocks, forced_below, forced_from, BLOCK
         )
-        hi = tl.max(b_key).to(tl.int64)
-        while lo < hi:
-            middle = lo + ((hi - lo + 1) >> 1)
-            count = tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
-            lo, hi = _narrow(lo, hi, middle, count, k)
-        above = tl.sum((b_key > lo.to(tl.int32)).to(tl.int32))
+        threshold, above = _resident_threshold(b_key, -2147483647, num_blocks, k)
     else:
+        hi = tl.full((), 2147483647, tl.int64)
         while lo < hi:
             middle = lo + ((hi - lo + 1) >> 1)
             count = tl.full((), 0, tl.int32)
@@ -116,11 +165,12 @@ def _block_threshold(
                 b_key = _load_block_keys(p_max, o_b, num_blocks, forced_below, forced_from, BLOCK)
                 count += tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
             lo, hi = _narrow(lo, hi, middle, count, k)
+        threshold = lo.to(tl.int32)
         for i_t in range(0, num_blocks, BT):
             o_b = i_t + tl.arange(0, BT)
             b_key = _load_block_keys(p_max, o_b, num_blocks, forced_below, forced_from, BLOCK)
-            above += tl.sum((b_key > lo.to(tl.int32)).to(tl.int32))
-    return lo.to(tl.int32), k - above
+            above += tl.sum((b_key > threshold).to(tl.int32))
+    return threshold, above
 
 
 @triton.jit
@@ -128,6 +178,7 @@ def _unit_threshold(
     p_scores,
     p_blocks,
     pruned,
+    floor,
     num_blocks,
     n,
     k,
@@ -136,24 +187,20 @@ def _unit_threshold(
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(threshold, ties): keys above it win, and ``ties`` of those equal to it."""
+    """(threshold, units above it) over candidate units, as :func:`_resident_threshold`."""
     ROWS: tl.constexpr = BT // BLOCK
-    lo = tl.full((), -2147483647, tl.int64)
-    hi = tl.full((), 2147483647, tl.int64)
     above = tl.full((), 0, tl.int32)
+    threshold = tl.full((), 0, tl.int32)
     if num_blocks <= ROWS:
         o_b = tl.arange(0, ROWS)
         # [ROWS, BLOCK]
         b_key, _ = _load_unit_keys(
             p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK
         )
-        hi = tl.max(b_key).to(tl.int64)
-        while lo < hi:
-            middle = lo + ((hi - lo + 1) >> 1)
-            count = tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
-            lo, hi = _narrow(lo, hi, middle, count, k)
-        above = tl.sum((b_key > lo.to(tl.int32)).to(tl.int32))
+        threshold, above = _resident_threshold(b_key, floor, num_blocks * BLOCK, k)
     else:
+        lo = floor.to(tl.int64)
+        hi = tl.full((), 2147483647, tl.int64)
         while lo < hi:
             middle = lo + ((hi - lo + 1) >> 1)
             count = tl.full((), 0, tl.int32)
@@ -164,13 +211,14 @@ def _unit_threshold(
                 )
                 count += tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
             lo, hi = _narrow(lo, hi, middle, count, k)
+        threshold = lo.to(tl.int32)
         for i_t in range(0, num_blocks, ROWS):
             o_b = i_t + tl.arange(0, ROWS)
             b_key, _ = _load_unit_keys(
                 p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK
             )
-            above += tl.sum((b_key > lo.to(tl.int32)).to(tl.int32))
-    return lo.to(tl.int32), k - above
+            above += tl.sum((b_key > threshold).to(tl.int32))
+    return threshold, above
 
 
 @triton.jit
@@ -214,8 +262,9 @@ def select_topk_kernel(
             p_out = out_indices + i_l * capacity
             num_blocks = tl.cdiv(n, BLOCK)
             pruned = num_blocks > k
+            floor = tl.full((), -2147483647, tl.int32)
             if pruned:
-                threshold, ties = _block_threshold(
+                floor, above = _block_threshold(
                     p_max, num_blocks, k, forced_below, forced_from, BT, BLOCK
                 )
                 taken = tl.full((), 0, tl.int32)
@@ -226,9 +275,9 @@ def select_topk_kernel(
                     b_key = _load_block_keys(
                         p_max, o_b, num_blocks, forced_below, forced_from, BLOCK
                     )
-                    b_tie = (b_key == threshold).to(tl.int32)
-                    b_rank = tied + tl.cumsum(b_tie, 0)
-                    b_win = (b_key > threshold) | ((b_tie != 0) & (b_rank <= ties))
+                    b_tie = (b_key == floor).to(tl.int32)
+                    b_rank = above + tied + tl.cumsum(b_tie, 0)
+                    b_win = (b_key > floor) | ((b_tie != 0) & (b_rank <= k))
                     o_w = taken + tl.cumsum(b_win.to(tl.int32), 0) - 1
                     tl.store(p_blocks + o_w, o_b, mask=b_win)
                     taken += tl.sum(b_win.to(tl.int32))
@@ -237,10 +286,11 @@ def select_topk_kernel(
                 # The list is read back by other threads of this program.
                 tl.debug_barrier()
 
-            threshold, ties = _unit_threshold(
+            threshold, above = _unit_threshold(
                 p_scores,
                 p_blocks,
                 pruned,
+                floor,
                 num_blocks,
                 n,
                 k,
@@ -259,9 +309,9 @@ def select_topk_kernel(
                 )
                 b_tie = (b_key == threshold).to(tl.int32)
                 b_ties = tl.sum(b_tie, 1)
-                b_before = tied + tl.cumsum(b_ties, 0) - b_ties
+                b_before = above + tied + tl.cumsum(b_ties, 0) - b_ties
                 b_rank = b_before[:, None] + tl.cumsum(b_tie, 1)
-                b_win = (b_key > threshold) | ((b_tie != 0) & (b_rank <= ties))
+                b_win = (b_key > threshold) | ((b_tie != 0) & (b_rank <= k))
                 b_won = b_win.to(tl.int32)
                 b_wins = tl.sum(b_won, 1)
                 b_first = taken + tl.cumsum(b_wins, 0) - b_wins

@@ -86,9 +86,9 @@ KINDS = ("normal", "ties", "constant", "zeros", "infinite", "clustered", "tiny")
 @pytest.mark.parametrize(
     ("lengths", "budget", "unit", "sink", "recent"),
     [
-        ([257, 1, 111, 49], 40, 1, 4, 8),
+        ([257, 1, 111], 40, 1, 4, 8),
         ([700, 63], 17, 1, 0, 0),
-        ([300, 2], 299, 1, 16, 1),
+        ([100, 2], 99, 1, 16, 1),
         ([1030, 130, 640], 160, 16, 20, 33),
     ],
 )
