@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
 from sglang_sparse.config import ConfigError, SparseConfig
-from sglang_sparse_radix.refusals import RULES, Rule
+from sglang_sparse_radix.refusals import RULES, Rule, unsupported_switch
 
 if TYPE_CHECKING:
     import argparse
@@ -68,6 +68,12 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
                 allowed=rule.allowed_text,
                 remedy=rule.remedy,
             )
+    switch = unsupported_switch()
+    if switch is not None:
+        name, why = switch
+        raise ConfigError(
+            flag=name, value="1", problem=why, allowed="unset", remedy=f"unset {name}"
+        )
     if args.page_size not in (None, config.page_size):
         raise refuse(
             "--page-size",

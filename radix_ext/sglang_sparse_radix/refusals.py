@@ -88,6 +88,17 @@ _SWITCHES = {
 }
 
 
+def unsupported_switch() -> tuple[str, str] | None:
+    """(name, reason) of an environment switch that is set and not supported, else None."""
+    from sglang.srt.environ import envs
+
+    for name, why in _SWITCHES.items():
+        switch = getattr(envs, name, None)
+        if switch is not None and switch.get():
+            return name, why
+    return None
+
+
 def find_unsupported(server_args: Any) -> str | None:
     """The first setting that the planes do not support, as one line; None when all is well.
 
@@ -97,14 +108,12 @@ def find_unsupported(server_args: Any) -> str | None:
     Returns:
         A line naming flag, value, reason, what is allowed and what to do.
     """
-    from sglang.srt.environ import envs
-
     for rule in RULES:
         line = rule.violation(getattr(server_args, rule.field, rule.allowed[0]))
         if line is not None:
             return line
-    for name, why in _SWITCHES.items():
-        switch = getattr(envs, name, None)
-        if switch is not None and switch.get():
-            return f"{name} is set: {why}; allowed: unset; unset {name}, {_LEAVE}"
-    return None
+    switch = unsupported_switch()
+    if switch is None:
+        return None
+    name, why = switch
+    return f"{name} is set: {why}; allowed: unset; unset {name}, {_LEAVE}"

@@ -43,7 +43,6 @@ class SparseAttentionBackend(AttentionBackend):
     """Selects what long rows attend to; everything else is the inner backend's.
 
     Attributes:
-        inner: the dense backend.
         variant: which decode graph the batch being prepared uses.
         variant_to_capture: set by the capture loop (:mod:`sglang_sparse.graph_variants`).
     """
@@ -85,7 +84,15 @@ class SparseAttentionBackend(AttentionBackend):
 
         inner = self.config.inner
         self.inner_name = _INNER_ON[self.impl] if inner == "auto" else inner
-        self.inner: AttentionBackend = ATTENTION_BACKENDS[self.inner_name](runner)
+        graphs = not runner.server_args.disable_cuda_graph
+        build = ATTENTION_BACKENDS[self.inner_name]
+        dense: AttentionBackend = build(runner)
+        # An inner backend keeps one set of graph buffers a batch size, and both variants of a
+        # batch size are captured, so each variant plans on a backend of its own.
+        self._inners: dict[Variant, AttentionBackend] = {
+            "dense": dense,
+            "sparse": build(runner) if graphs else dense,
+        }
 
         kv_heads, head_dim = pool.head_num, pool.head_dim
         query_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
@@ -108,7 +115,6 @@ class SparseAttentionBackend(AttentionBackend):
             head_dim=head_dim,
             device=self.device,
         )
-        graphs = not runner.server_args.disable_cuda_graph
         self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
             self.config, pool, self.buffers, layers, self._request_slots, self.impl, self.probe
@@ -128,6 +134,11 @@ class SparseAttentionBackend(AttentionBackend):
         self.steps = {"dense": 0, "sparse": 0}
         self._checked_layers: set[int] = set()
         logger.info(banner.text(self))
+
+    @property
+    def inner(self) -> AttentionBackend:
+        """The dense backend that the batch being run was planned on."""
+        return self._inners[self.variant]
 
     # What SGLang reads off whatever backend it holds.
 
@@ -151,7 +162,8 @@ class SparseAttentionBackend(AttentionBackend):
     # Planning, once a batch.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.inner.init_cuda_graph_state(max_bs, max_num_tokens)
+        for inner in self._inners.values():
+            inner.init_cuda_graph_state(max_bs, max_num_tokens)
         self._graph_plan = DecodePlan.allocate(max_bs, self._max_pages, self.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -214,6 +226,7 @@ class SparseAttentionBackend(AttentionBackend):
         )
 
     def _plan_extend(self, forward_batch: ForwardBatch) -> None:
+        self.variant = "dense"
         slots, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
         page_table = torch.zeros(
             (slots.shape[0], self._max_pages), dtype=torch.int32, device=self.device

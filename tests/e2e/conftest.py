@@ -50,6 +50,9 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
+MOST_RUNNING = 3  # servers at once; each takes one to two GiB
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LiveServer]]:
     """``server(name)``: the running server of one of :data:`CONFIGURATIONS`."""
@@ -57,10 +60,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     running: dict[str, LiveServer] = {}
 
     def start(name: str) -> LiveServer:
-        if name not in running:
+        live = running.pop(name, None)
+        if live is None:
+            if len(running) == MOST_RUNNING:
+                running.pop(next(iter(running))).close()
             args, env = CONFIGURATIONS[name]
-            running[name] = LiveServer(args, logs / f"{name}.log", env).wait_until_up()
-        return running[name]
+            live = LiveServer(args, logs / f"{name}.log", env).wait_until_up()
+        running[name] = live  # the last one is the one used last
+        return live
 
     yield start
     for live in running.values():

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the README's decode table from the JSON files of `decode_latency.py`.
+
+    python loadtest/render_latency.py loadtest/results/h200 README.md
+
+The first argument holds `dense.json` and one file for each sparse method; the table goes between
+the markers `<!-- results:begin -->` and `<!-- results:end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+GIB = 2**30
+
+
+def cells(report: dict[str, Any]) -> dict[tuple[int, int, bool], dict[str, Any]]:
+    """Cells of one report by (context, batch, shared prompt)."""
+    return {(c["context"], c["batch"], c["shared_prompt"]): c for c in report["cells"]}
+
+
+def table(folder: Path) -> str:
+    """The Markdown table, sparse methods beside dense, with the ratio to dense."""
+    dense = json.loads((folder / "dense.json").read_text())
+    sparse = [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"))
+        if path.name != "dense.json"
+    ]
+    labels = [report["label"] for report in sparse]
+    lines = ["| context | batch | prompts | dense | " + " | ".join(labels) + " |"]
+    lines.append("| ---: | ---: | --- | ---: |" + " ---: |" * len(sparse))
+    for key, cell in cells(dense).items():
+        context, batch, shared = key
+        row = [f"{context:,}", str(batch), "one, shared" if shared else "separate"]
+        row.append(f"{cell['ms_per_token']:.2f}")
+        for report in sparse:
+            other = cells(report).get(key)
+            ratio = "" if other is None else cell["ms_per_token"] / other["ms_per_token"]
+            row.append("-" if other is None else f"{other['ms_per_token']:.2f} ({ratio:.2f} x)")
+        lines.append("| " + " | ".join(row) + " |")
+    lines += [
+        "",
+        "| | KV tokens that fit | planes | peak GPU memory |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for report in (dense, *sparse):
+        planes = sum((report.get("sparse") or {}).get("plane_bytes", {}).values())
+        peak = report.get("peak_memory_mib")
+        lines.append(
+            f"| {report['label']} | {report['max_total_num_tokens']:,} | "
+            + (f"{planes / GIB:.2f} GiB" if planes else "none")
+            + f" | {'not measured' if peak is None else f'{peak / 1024:.1f} GiB'} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Replace what stands between the markers."""
+    folder, readme = Path(sys.argv[1]), Path(sys.argv[2])
+    before, rest = readme.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(f"{before}{BEGIN}\n{table(folder)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``sglang.Engine`` and a frontend program with a fork, served sparsely."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from live_server import CPU_ARGS, MODEL, LiveServer
+
+from sglang_sparse.tasks import TaskSuite
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+ENGINE_SCRIPT = """
+import json, sys
+import sglang
+
+def main():
+    request = json.load(sys.stdin)
+    engine = sglang.Engine(**request["engine"])
+    sampling = {"temperature": 0, "max_new_tokens": 24}
+    answers = [engine.generate(prompt, sampling)["text"] for prompt in request["prompts"]]
+    state = engine.get_server_info()["internal_states"][0]["sparse"]
+    engine.shutdown()
+    print("RESULT" + json.dumps([answers, state["method"], state["decode_steps"]]))
+
+if __name__ == "__main__":
+    main()
+"""
+
+REFUSED_ENGINE = """
+import sglang
+
+if __name__ == "__main__":
+    try:
+        sglang.Engine(model_path={model!r}, attention_backend="sparse", sparse_method="nonsense")
+    except ValueError as error:
+        print("REFUSED", error)
+"""
+
+
+def run_python(script: str, stdin: str = "") -> str:
+    """Standard output of a Python program that starts its own processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"sparse_program_{os.getpid()}.py")
+    # Spawned schedulers import the main module again, so it has to be a file.
+    with open(path, "w") as file:
+        file.write(script)
+    try:
+        done = subprocess.run(
+            [sys.executable, path],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=600,
+            check=False,
+        )
+    finally:
+        os.unlink(path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_engine_decodes_sparsely(suite: TaskSuite) -> None:
+    samples = suite.samples("passkey", length=3000, count=3, seed=11)
+    engine = {
+        "model_path": str(MODEL),
+        "attention_backend": "sparse",
+        "sparse_method": "sparcas",
+        "sparse_config": json.dumps({"min_sparse_tokens": 64}),
+        "max_total_tokens": 16384,
+        "max_running_requests": 4,
+    }
+    if "--device" in CPU_ARGS and not os.path.exists("/dev/nvidiactl"):
+        engine |= {"device": "cpu", "disable_overlap_schedule": True, "dtype": "float32"}
+    request = {"engine": engine, "prompts": [s.prompt for s in samples]}
+    output = run_python(ENGINE_SCRIPT, json.dumps(request))
+    texts, method, steps = json.loads(output.rsplit("RESULT", 1)[1])
+    assert method == "sparcas"
+    assert steps["sparse"] > 0
+    for text, sample in zip(texts, samples, strict=True):
+        assert all(value in text for value in sample.values)
+
+
+def test_engine_refuses_bad_values_with_an_exception() -> None:
+    output = run_python(REFUSED_ENGINE.format(model=str(MODEL)))
+    assert "REFUSED --sparse-method nonsense" in output
+
+
+def test_a_fork_shares_its_prefix_and_every_branch_answers(
+    server: Callable[[str], LiveServer], suite: TaskSuite
+) -> None:
+    import sglang as sgl
+
+    live = server("sparcas")
+    live.flush()
+    sample = suite.samples("multi_key", length=3000, count=1, seed=21)[0]
+    document, _, question = sample.prompt.rpartition("\n")
+    branches = [question, question, question]
+
+    @sgl.function
+    def ask(state, prefix, questions):  # type: ignore[no-untyped-def]
+        state += prefix
+        forks = state.fork(len(questions))
+        for fork, text in zip(forks, questions, strict=True):
+            fork += "\n" + text
+            fork += sgl.gen("answer", max_tokens=24, temperature=0)
+        state["answers"] = [fork["answer"] for fork in forks]
+        state["cached"] = [fork.get_meta_info("answer")["cached_tokens"] for fork in forks]
+
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    sgl.set_default_backend(sgl.RuntimeEndpoint(live.url))
+    result = ask.run(prefix=document, questions=branches)
+    for answer in result["answers"]:
+        assert all(value in answer for value in sample.values)
+    assert min(result["cached"]) >= 2880
+    assert live.sparse_state()["decode_steps"]["sparse"] > before
