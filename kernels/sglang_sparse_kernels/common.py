@@ -40,6 +40,12 @@ def check_contiguous(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
+def check_dense_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless each ``tensor[r]`` is contiguous; rows may lie apart."""
+    if not tensor[0].is_contiguous():
+        raise ValueError(f"{name} must have contiguous rows, got strides {tensor.stride()}")
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Precision a reference computes in: float64 for float64 inputs, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32

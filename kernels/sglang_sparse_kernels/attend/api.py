@@ -8,6 +8,7 @@ from ..common import (
     Impl,
     check_choice,
     check_contiguous,
+    check_dense_rows,
     check_dtype,
     check_shape,
     group_size,
@@ -39,7 +40,8 @@ def gathered_decode_attention(
     with k_units 0 has an empty list, whatever its count says; with tail_start 0 it is dense.
 
     Args:
-        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), contiguous; D is 64 or 128.
+        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
+            64 or 128.
         k_buffer: [slots, H, D] in q's dtype, contiguous.
         v_buffer: the same.
         plan: R rows.
@@ -86,7 +88,7 @@ def gathered_decode_attention(
     for name, tensor in {"k_buffer": k_buffer, "v_buffer": v_buffer, "out": out}.items():
         check_dtype(name, tensor, q.dtype)
         check_contiguous(name, tensor)
-    check_contiguous("q", q)
+    check_dense_rows("q", q)
     check_contiguous("indices", indices)
     check_contiguous("counts", counts)
     if dim not in (64, 128) or group > 16:

@@ -32,6 +32,7 @@ def attend_split_kernel(
     out,
     partial,
     lse,
+    stride_q,
     stride_table,
     capacity,
     scale_log2,
@@ -55,7 +56,7 @@ def attend_split_kernel(
     tail = tl.load(tail_start + i_r)
     listed = 0
     if tl.load(k_units + i_r) > 0:
-        listed = tl.load(counts + i_l) * UNIT
+        listed = tl.minimum(tl.load(counts + i_l), capacity) * UNIT
     # One sequence of tokens: the listed units, then the tail.
     total = listed + tl.load(seq_lens + i_r) - tail
     share = tl.cdiv(tl.cdiv(total, SPLITS), 16) * 16
@@ -64,7 +65,8 @@ def attend_split_kernel(
 
     o_q = (i_r.to(tl.int64) * H + i_h) * G + o_g
     # [BG, D]
-    b_q = tl.load(q + o_q[:, None] * D + o_d[None, :], mask=m_g[:, None], other=0.0)
+    p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_g[:, None], other=0.0)
     b_acc = tl.zeros((BG, D), tl.float32)
     b_max = tl.full((BG,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BG,), tl.float32)
@@ -77,7 +79,7 @@ def attend_split_kernel(
         # [BN]
         b_unit = tl.load(p_list + o_n // UNIT, mask=m_n & m_list, other=0)
         b_pos = tl.where(m_list, b_unit * UNIT + o_n % UNIT, tail + o_n - listed)
-        m_n &= (b_pos < tail) | (o_n >= listed)
+        m_n &= ((b_pos >= 0) & (b_pos < tail)) | (o_n >= listed)
         # [BN]
         b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0).to(tl.int64)
         o_kv = ((b_page * PAGE + b_pos % PAGE) * H + i_h) * D
@@ -178,6 +180,7 @@ def gathered_decode_attention_triton(
         out,
         partial,
         lse,
+        q.stride(0),
         plan.page_table.stride(0),
         capacity,
         sm_scale * log2_e,

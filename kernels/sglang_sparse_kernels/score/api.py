@@ -10,6 +10,7 @@ from ..common import (
     Reduce,
     check_choice,
     check_contiguous,
+    check_dense_rows,
     check_dtype,
     check_shape,
     group_size,
@@ -49,7 +50,7 @@ def select_channels(
     equal channels the lower index wins. Rows with refresh 0 or k_units 0 are left as they are.
 
     Args:
-        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), contiguous.
+        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
         channels: int32 [list rows, H, D_b], contiguous; row list_rows[r] is rewritten, ascending.
         list_rows: int32 [R].
         refresh: int32 [R].
@@ -70,7 +71,7 @@ def select_channels(
     if impl == "torch":
         select_channels_reference(q, channels, list_rows, refresh, k_units)
         return
-    check_contiguous("q", q)
+    check_dense_rows("q", q)
     from .kernel import select_channels_triton
 
     select_channels_triton(q, channels, list_rows, refresh, k_units)
@@ -95,7 +96,7 @@ def sketch_score(
     k_units > 0; every other entry of ``out`` stays untouched.
 
     Args:
-        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), contiguous.
+        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
         channels: int32 [list rows, H, D_b], from :func:`select_channels`.
         key_sketch: [pages, H, D, P] float8_e4m3fn, int8 or bfloat16, one layer.
         key_sketch_scale: float32 [pages, H, P] for int8, else None.
@@ -129,7 +130,7 @@ def sketch_score(
         )
         return
     check_dtype("out", out, torch.float32)
-    check_contiguous("q", q)
+    check_dense_rows("q", q)
     check_contiguous("out", out)
     _check_block_max(block_max, out)
     from .kernel import sketch_score_triton
@@ -159,7 +160,7 @@ def page_minmax_score(
     rows with reselect != 0 and k_units > 0; every other entry of ``out`` stays untouched.
 
     Args:
-        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), contiguous.
+        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
         page_min: [pages * P / unit, H, D], one layer, contiguous.
         page_max: the same.
         plan: R rows; page_table, tail_start, k_units and reselect are read.
@@ -192,7 +193,7 @@ def page_minmax_score(
         )
         return
     check_dtype("out", out, torch.float32)
-    check_contiguous("q", q)
+    check_dense_rows("q", q)
     check_contiguous("out", out)
     _check_block_max(block_max, out)
     from .kernel import page_minmax_score_triton

@@ -33,6 +33,7 @@ def select_channels_kernel(
     list_rows,
     refresh,
     k_units,
+    stride_q,
     H: tl.constexpr,
     G: tl.constexpr,
     BG: tl.constexpr,
@@ -44,12 +45,13 @@ def select_channels_kernel(
     if (tl.load(refresh + i_r) != 0) & (tl.load(k_units + i_r) > 0):
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = o_d < D
-        p_q = q + ((i_r.to(tl.int64) * H + i_h) * G + o_g)[:, None] * D + o_d[None, :]
+        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + o_d[None, :]
         # [BG, BD]
         b_q = tl.load(p_q, mask=(o_g < G)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-        b_i = tl.where(m_d, tl.sum(tl.abs(b_q), 0), -1.0)
-        # [BD, BD]: entry (i, j) says that channel i ranks before channel j. Written to memory and
-        # read back transposed it would cost a round trip; comparing all pairs costs less.
+        b_i = tl.sum(tl.abs(b_q), 0)
+        # NaN ranks last: all comparisons with it are false, and too many channels would be kept.
+        b_i = tl.where(m_d & (b_i == b_i), b_i, -1.0)
+        # [BD, BD]: entry (i, j) says that channel i ranks before channel j.
         row = tl.expand_dims(b_i, 1)
         col = tl.expand_dims(b_i, 0)
         before = (row > col) | ((row == col) & (o_d[:, None] < o_d[None, :]))
@@ -67,7 +69,8 @@ def _store_scores(
     tl.store(out + base + o_t, b_score, mask=m_t)
     if block_max is not None:
         # [BT / BLOCK, BLOCK]
-        b_block = tl.reshape(tl.where(m_t, b_score, float("-inf")), (BT // BLOCK, BLOCK))
+        m_block = m_t & (b_score == b_score)
+        b_block = tl.reshape(tl.where(m_block, b_score, float("-inf")), (BT // BLOCK, BLOCK))
         o_b = tl.min(o_t, 0) // BLOCK + tl.arange(0, BT // BLOCK)
         tl.store(block_max + base_block + o_b, tl.max(b_block, 1), mask=o_b * BLOCK < n)
 
@@ -85,6 +88,7 @@ def sketch_score_kernel(
     list_rows,
     out,
     block_max,
+    stride_q,
     stride_table,
     width,
     blocks,
@@ -108,7 +112,9 @@ def sketch_score_kernel(
         i_l = tl.load(list_rows + i_r).to(tl.int64)
         # [BC]
         b_c = tl.load(channels + (i_l * H + i_h) * KEPT + o_c, mask=m_c, other=0)
-        p_q = q + ((i_r.to(tl.int64) * H + i_h) * G + o_g)[:, None] * D + b_c[None, :]
+        # A row whose channels were never chosen must not read out of bounds.
+        b_c = tl.minimum(tl.maximum(b_c, 0), D - 1)
+        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + b_c[None, :]
         # [BG, BC]
         b_q = tl.load(p_q, mask=(o_g < G)[:, None] & m_c[None, :], other=0.0)
         q_scale = 1.0
@@ -163,6 +169,7 @@ def page_minmax_score_kernel(
     reselect,
     out,
     block_max,
+    stride_q,
     stride_table,
     width,
     blocks,
@@ -183,7 +190,7 @@ def page_minmax_score_kernel(
         n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = o_d < D
-        p_q = q + ((i_r.to(tl.int64) * H + i_h) * G + o_g)[None, :] * D + o_d[:, None]
+        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[None, :] * D + o_d[:, None]
         # [BD, BG]
         b_q = tl.load(p_q, mask=m_d[:, None] & (o_g < G)[None, :], other=0.0)
         # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
@@ -229,6 +236,7 @@ def select_channels_triton(
         list_rows,
         refresh,
         k_units,
+        q.stride(0),
         H=heads,
         G=group,
         BG=next_power_of_2(group),
@@ -270,6 +278,7 @@ def sketch_score_triton(
         plan.list_rows,
         out,
         block_max,
+        q.stride(0),
         plan.page_table.stride(0),
         out.shape[2],
         triton.cdiv(out.shape[2], BLOCK_UNITS),
@@ -315,6 +324,7 @@ def page_minmax_score_triton(
         plan.reselect,
         out,
         block_max,
+        q.stride(0),
         plan.page_table.stride(0),
         out.shape[2],
         triton.cdiv(out.shape[2], BLOCK_UNITS),

@@ -47,12 +47,14 @@ def block_max_kernel(
         o_u = o_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         # [BT / BLOCK, BLOCK]
         b_s = tl.load(scores + i_rh * width + o_u, mask=o_u < n, other=float("-inf"))
+        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
         tl.store(block_max + i_rh * blocks + o_b, tl.max(b_s, 1), mask=o_b * BLOCK < n)
 
 
 @triton.jit
 def _sortable(b_s):
-    """int32 keys that order as the floats do; -0 and +0 tie."""
+    """int32 keys that order as the floats do; -0 and +0 tie, NaN is -inf."""
+    b_s = tl.where(b_s == b_s, b_s, float("-inf"))
     b_bits = tl.where(b_s == 0.0, 0.0, b_s).to(tl.int32, bitcast=True)
     return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
 
@@ -279,7 +281,7 @@ def select_topk_kernel(
                     b_rank = above + tied + tl.cumsum(b_tie, 0)
                     b_win = (b_key > floor) | ((b_tie != 0) & (b_rank <= k))
                     o_w = taken + tl.cumsum(b_win.to(tl.int32), 0) - 1
-                    tl.store(p_blocks + o_w, o_b, mask=b_win)
+                    tl.store(p_blocks + o_w, o_b, mask=b_win & (o_w < k))
                     taken += tl.sum(b_win.to(tl.int32))
                     tied += tl.sum(b_tie)
                 num_blocks = k
@@ -315,7 +317,8 @@ def select_topk_kernel(
                 b_won = b_win.to(tl.int32)
                 b_wins = tl.sum(b_won, 1)
                 b_first = taken + tl.cumsum(b_wins, 0) - b_wins
-                tl.store(p_out + b_first[:, None] + tl.cumsum(b_won, 1) - 1, o_u, mask=b_win)
+                o_w = b_first[:, None] + tl.cumsum(b_won, 1) - 1
+                tl.store(p_out + o_w, o_u, mask=b_win & (o_w < k))
                 taken += tl.sum(b_wins)
                 tied += tl.sum(b_ties)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random paged decode batches for the kernel tests, poisoned wherever a kernel must not read."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 import torch
 
@@ -37,7 +38,6 @@ class Batch:
     dense_rows: tuple[int, ...] = ()
     seed: int = 0
     layers: int = 1
-    extra: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = torch.Generator().manual_seed(self.seed)
@@ -79,8 +79,11 @@ class Batch:
         self.decode_start = torch.zeros(len(self.lengths) + 3, dtype=torch.int32, device=DEVICE)
         for row in self.dense_rows:
             self.decode_start[self.req_slots[row]] = DENSE_REQUEST
-        self.q = self.randn(len(self.lengths), self.heads * self.group, self.dim)
-        self.q = self.q.to(DEVICE, self.dtype)
+        # Rows of q lie apart, as they do in a fused qkv projection.
+        query_heads = self.heads * self.group
+        fused = torch.full((len(self.lengths), query_heads + 3, self.dim), NAN)
+        fused[:, :query_heads] = self.randn(len(self.lengths), query_heads, self.dim)
+        self.q = fused.to(DEVICE, self.dtype)[:, :query_heads]
         self.plan = self.make_plan("torch")
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -162,6 +165,28 @@ class Batch:
                     chosen = torch.randperm(units, generator=self.rng)[:kept].sort().values
                     indices[target, head, :kept] = chosen.int()
         return indices.to(DEVICE), counts.to(DEVICE)
+
+
+class Guarded:
+    """Tensors that lie between guard zones, which nobody may write."""
+
+    ZONE = 4096
+
+    def __init__(self) -> None:
+        self._whole: list[tuple[torch.Tensor, float]] = []
+
+    def full(self, shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of ``fill`` with a zone of the same value on both sides."""
+        size = math.prod(shape)
+        whole = torch.full((size + 2 * self.ZONE,), fill, dtype=dtype, device=DEVICE)
+        self._whole.append((whole, fill))
+        return whole[self.ZONE : self.ZONE + size].view(shape)
+
+    def check(self) -> None:
+        """Fail if a guard zone was written."""
+        for whole, fill in self._whole:
+            for zone in (whole[: self.ZONE], whole[-self.ZONE :]):
+                assert (zone == fill).all()
 
 
 def poison(planes: PlaneBuffers) -> None:

@@ -4,13 +4,14 @@
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, NAN, Batch, Guarded
 
 from sglang_sparse_kernels import (
+    BLOCK_UNITS,
     DecodePlan,
     PlaneBuffers,
+    TopkWorkspace,
     gathered_decode_attention,
-    make_topk_workspace,
     make_workspace,
     page_minmax_score,
     plan_decode,
@@ -30,15 +31,21 @@ class Decoder:
         state = (batch.list_rows, batch.heads)
         self.seq_lens = batch.seq_lens.clone()
         self.plan = DecodePlan.allocate(rows, batch.max_pages, DEVICE)
-        self.scores = torch.full((rows, batch.heads, width), NAN, device=DEVICE)
-        self.channels = torch.full((*state, 16), 2**30, dtype=torch.int32, device=DEVICE)
-        self.indices = torch.full((*state, batch.capacity), 2**30, dtype=torch.int32, device=DEVICE)
-        self.counts = torch.zeros(state, dtype=torch.int32, device=DEVICE)
-        self.topk = make_topk_workspace(rows, batch.heads, width, batch.capacity, DEVICE)
-        self.workspace = make_workspace(
-            rows, batch.heads * batch.group, batch.heads, batch.dim, DEVICE
+        self.guarded = Guarded()
+        full = self.guarded.full
+        self.scores = full((rows, batch.heads, width), -77.0, torch.float32)
+        self.channels = full((*state, 16), 2**30, torch.int32)
+        self.indices = full((*state, batch.capacity), 2**30, torch.int32)
+        self.counts = full(state, 2**30, torch.int32)
+        blocks = -(-width // BLOCK_UNITS)
+        self.topk = TopkWorkspace(
+            full((rows, batch.heads, blocks), -77.0, torch.float32),
+            full((rows, batch.heads, min(blocks, batch.capacity)), 2**30, torch.int32),
         )
-        self.out = torch.full_like(batch.q, NAN)
+        heads = batch.heads * batch.group
+        needed = make_workspace(rows, heads, batch.heads, batch.dim, DEVICE).numel()
+        self.workspace = full((needed,), -77.0, torch.float32)
+        self.out = full((rows, heads, batch.dim), -77.0, batch.dtype)
 
     def step(self) -> None:
         batch, plan, impl = self.batch, self.plan, self.impl
@@ -105,6 +112,7 @@ def run(impl: str, unit: int) -> tuple[list[torch.Tensor], Decoder]:
         decoder.seq_lens.copy_((batch.seq_lens - step).clamp(min=1))
         decoder.step()
         outputs.append(decoder.out.clone())
+        decoder.guarded.check()
     return outputs, decoder
 
 
@@ -124,6 +132,33 @@ def test_both_implementations_decode_alike(unit: int) -> None:
     for name, plane in triton_decoder.planes.tensors().items():
         same = torch_decoder.planes.tensors()[name]
         assert torch.equal(plane.view(torch.uint8), same.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+@pytest.mark.parametrize("broken", ["nan query", "nan keys", "infinite query", "equal keys"])
+def test_broken_numbers_stay_inside_their_buffers(unit: int, broken: str) -> None:
+    batch = Batch(
+        [190, 333], unit=unit, group=4, page_size=32, capacity=48, budget=48, seed=unit
+    )  # fmt: skip
+    planes = batch.make_planes("fp8" if unit == 1 else None, unit > 1)
+    if broken == "nan query":
+        batch.q[0] = NAN
+        batch.q[1, :, 3:] = NAN
+    elif broken == "infinite query":
+        batch.q[:, :, ::2] = float("inf")
+    else:
+        for plane in planes.tensors().values():
+            plane.view(torch.uint8).fill_(0xFF if broken == "nan keys" else 0)
+    decoder = Decoder(batch, planes, "triton")
+    decoder.step()
+    decoder.guarded.check()
+    for row in decoder.plan.list_rows.tolist():
+        kept = int(decoder.plan.k_units[decoder.plan.list_rows == row])
+        assert (decoder.counts[row] == kept).all()
+        listed = decoder.indices[row, :, :kept]
+        assert (listed[:, 1:] > listed[:, :-1]).all()
+        assert (listed >= 0).all()
+        assert (listed < 333).all()
 
 
 @pytest.mark.gpu
