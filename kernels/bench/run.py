@@ -68,7 +68,7 @@ def dense_calls(case: Case) -> list[Callable[[], None]]:
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     wrapper.plan(
         torch.arange(s.batch + 1, dtype=torch.int32, device=case.device) * pages,
-        plan.page_table.flatten().contiguous(),
+        plan.page_table[:, :pages].flatten().contiguous(),
         torch.full((s.batch,), (s.context - 1) % s.page_size + 1, dtype=torch.int32).cuda(),
         s.heads * s.group,
         s.heads,

@@ -7,6 +7,9 @@ from cases import Case, Shape
 SHAPES = (
     (Shape(context=5000, batch=3), 1),
     (Shape(context=40_001, batch=1), 1),
+    (Shape(context=32_001, batch=1, max_context=131_076, key_scale=1e-4), 1),
+    (Shape(context=131_072, batch=2, max_context=131_076), 1),
+    (Shape(context=131_072, batch=2, max_context=131_076), 16),
     (Shape(context=3001, batch=2, heads=2, group=8, dim=64, page_size=32, sketch="int8"), 1),
     (Shape(context=2500, batch=2, heads=4, group=1, dtype=torch.float16, sketch="bf16"), 1),
     (Shape(context=9000, batch=5, group=3, page_size=16), 16),
