@@ -183,6 +183,7 @@ class Case:
         planes = layer.planes
         options = {"reduce": "max", "out": out, "block_max": self.topk.block_max, "impl": impl}
         if self.unit == 1:
+            options["choose_channels"] = True
             assert planes.key_sketch is not None
             scale = planes.key_sketch_scale
             sketch_score(
@@ -239,9 +240,7 @@ class Case:
         )
 
     def step(self, layer: LayerData) -> None:
-        """The whole attention step of a layer: channels, scores, selection, attention."""
-        if self.unit == 1:
-            self.choose(layer)
+        """The whole attention step of a layer: scores, selection, attention."""
         self.score(layer)
         self.select()
         self.attend(layer)

@@ -87,6 +87,7 @@ def sketch_score(
     reduce: Reduce,
     out: torch.Tensor,
     block_max: torch.Tensor | None = None,
+    choose_channels: bool = False,
     impl: Impl,
 ) -> None:
     """Partial score of every token of the domain (SparCas section 3.4, stage 2, equation 4).
@@ -97,14 +98,15 @@ def sketch_score(
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        channels: int32 [list rows, H, D_b], from :func:`select_channels`.
+        channels: int32 [list rows, H, D_b], from :func:`select_channels`, or written here.
         key_sketch: [pages, H, D, P] float8_e4m3fn, int8 or bfloat16, one layer.
         key_sketch_scale: float32 [pages, H, P] for int8, else None.
-        plan: R rows; page_table, tail_start, k_units, reselect and list_rows are read.
+        plan: R rows; page_table, tail_start, k_units, reselect, refresh and list_rows are read.
         reduce: "max" or "sum" over the group.
         out: float32 [R, H, max_units], max_units >= tail_start.
         block_max: float32 [R, H, ceil(max_units / 8)], optional; "triton" writes the largest
             score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
+        choose_channels: first do what :func:`select_channels` does, in the same launch.
         impl: "triton" or "torch".
 
     Raises:
@@ -125,6 +127,8 @@ def sketch_score(
     check_shape("channels", channels, (-1, heads, -1))
     check_shape("out", out, (rows, heads, -1))
     if impl == "torch":
+        if choose_channels:
+            select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
         sketch_score_reference(
             q, channels, key_sketch, key_sketch_scale, plan, reduce=reduce, out=out
         )
@@ -136,7 +140,15 @@ def sketch_score(
     from .kernel import sketch_score_triton
 
     sketch_score_triton(
-        q, channels, key_sketch, key_sketch_scale, plan, reduce=reduce, out=out, block_max=block_max
+        q,
+        channels,
+        key_sketch,
+        key_sketch_scale,
+        plan,
+        reduce=reduce,
+        out=out,
+        block_max=block_max,
+        choose_channels=choose_channels,
     )
 
 

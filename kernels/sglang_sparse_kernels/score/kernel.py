@@ -27,6 +27,27 @@ def _splits(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.d
 
 
 @triton.jit
+def _best_channels(
+    p_q, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, KEPT: tl.constexpr
+):
+    """(kept or not, position among the kept) [BD] of the channels by the group's sum of |q|."""
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    m_d = o_d < D
+    m_q = (o_g < G)[:, None] & m_d[None, :]
+    # [BG, BD]
+    b_q = tl.load(p_q + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
+    b_i = tl.sum(tl.abs(b_q), 0)
+    # NaN ranks last: all comparisons with it are false, and too many channels would be kept.
+    b_i = tl.where(m_d & (b_i == b_i), b_i, -1.0)
+    # [BD, BD]: entry (i, j) says that channel i ranks before channel j.
+    row = tl.expand_dims(b_i, 1)
+    col = tl.expand_dims(b_i, 0)
+    before = (row > col) | ((row == col) & (o_d[:, None] < o_d[None, :]))
+    m_kept = tl.sum(before.to(tl.int32), 0) < KEPT
+    return m_kept, tl.cumsum(m_kept.to(tl.int32), 0) - 1
+
+
+@triton.jit
 def select_channels_kernel(
     q,
     channels,
@@ -43,22 +64,11 @@ def select_channels_kernel(
 ):
     i_r, i_h = tl.program_id(0), tl.program_id(1)
     if (tl.load(refresh + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
-        m_d = o_d < D
-        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + o_d[None, :]
-        # [BG, BD]
-        b_q = tl.load(p_q, mask=(o_g < G)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-        b_i = tl.sum(tl.abs(b_q), 0)
-        # NaN ranks last: all comparisons with it are false, and too many channels would be kept.
-        b_i = tl.where(m_d & (b_i == b_i), b_i, -1.0)
-        # [BD, BD]: entry (i, j) says that channel i ranks before channel j.
-        row = tl.expand_dims(b_i, 1)
-        col = tl.expand_dims(b_i, 0)
-        before = (row > col) | ((row == col) & (o_d[:, None] < o_d[None, :]))
-        kept = (tl.sum(before.to(tl.int32), 0) < KEPT).to(tl.int32)
-        o_c = tl.cumsum(kept, 0) - 1
+        p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
+        o_d = tl.arange(0, BD)
+        m_kept, o_c = _best_channels(p_q, G, BG, D, BD, KEPT)
         i_l = tl.load(list_rows + i_r).to(tl.int64)
-        tl.store(channels + (i_l * H + i_h) * KEPT + o_c, o_d, mask=kept != 0)
+        tl.store(channels + (i_l * H + i_h) * KEPT + o_c, o_d, mask=m_kept)
 
 
 @triton.jit
@@ -85,6 +95,7 @@ def sketch_score_kernel(
     tail_start,
     k_units,
     reselect,
+    refresh,
     list_rows,
     out,
     block_max,
@@ -96,22 +107,35 @@ def sketch_score_kernel(
     G: tl.constexpr,
     BG: tl.constexpr,
     D: tl.constexpr,
+    BD: tl.constexpr,
     KEPT: tl.constexpr,
     BC: tl.constexpr,
     PAGE: tl.constexpr,
     BP: tl.constexpr,
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
+    CHOOSE: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
+    scored = tl.load(reselect + i_r) != 0
+    fresh = (tl.load(refresh + i_r) != 0) & CHOOSE
+    if (scored | fresh) & (tl.load(k_units + i_r) > 0):
         BT: tl.constexpr = BP * PAGE
-        n = tl.load(tail_start + i_r)
+        n = tl.where(scored, tl.load(tail_start + i_r), 0)
         o_g, o_c, o_p = tl.arange(0, BG), tl.arange(0, BC), tl.arange(0, PAGE)
         m_c = o_c < KEPT
         i_l = tl.load(list_rows + i_r).to(tl.int64)
+        p_c = channels + (i_l * H + i_h) * KEPT
         # [BC]
-        b_c = tl.load(channels + (i_l * H + i_h) * KEPT + o_c, mask=m_c, other=0)
+        b_c = tl.load(p_c + o_c, mask=m_c, other=0)
+        if fresh:
+            # Every program of a row chooses for itself, so that none waits for another.
+            p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
+            m_kept, o_k = _best_channels(p_q, G, BG, D, BD, KEPT)
+            m_at = (o_k[None, :] == o_c[:, None]) & m_kept[None, :]
+            b_c = tl.sum(tl.where(m_at, tl.arange(0, BD)[None, :], 0), 1)
+            if tl.program_id(1) == 0:
+                tl.store(p_c + o_c, b_c, mask=m_c)
         # A row whose channels were never chosen must not read out of bounds.
         b_c = tl.minimum(tl.maximum(b_c, 0), D - 1)
         p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + b_c[None, :]
@@ -257,6 +281,7 @@ def sketch_score_triton(
     reduce: str,
     out: torch.Tensor,
     block_max: torch.Tensor | None,
+    choose_channels: bool,
 ) -> None:
     """Launch :func:`sketch_score_kernel`: programs of a row and head take its tiles in turn."""
     rows, query_heads, dim = q.shape
@@ -275,6 +300,7 @@ def sketch_score_triton(
         plan.tail_start,
         plan.k_units,
         plan.reselect,
+        plan.refresh,
         plan.list_rows,
         out,
         block_max,
@@ -286,12 +312,14 @@ def sketch_score_triton(
         G=group,
         BG=max(16, next_power_of_2(group)),
         D=dim,
+        BD=next_power_of_2(dim),
         KEPT=kept,
         BC=max(16, next_power_of_2(kept)),
         PAGE=page_size,
         BP=tile // page_size,
         BLOCK=BLOCK_UNITS,
         SUM=reduce == "sum",
+        CHOOSE=choose_channels,
         num_warps=4,
     )
 

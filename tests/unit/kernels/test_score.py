@@ -92,6 +92,28 @@ def test_of_equal_channels_the_lower_index_wins(impl: str) -> None:
     assert channels[plan.list_rows[0], 0].tolist() == [0, 1, 2, 40]
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("reselect_every", [1, 2])
+def test_scoring_may_choose_the_channels_itself(impl: str, reselect_every: int) -> None:
+    shape = ([257, 1, 111, 50, 63], 64, 2, 4, 64, torch.bfloat16)
+    batch = make_batch(shape, refresh_every=3, reselect_every=reselect_every)
+    plan, planes = batch.plan, batch.make_planes("fp8", page_minmax=False)
+    before = random_channels(batch, 16)
+    apart, together = before.clone(), before.clone()
+    want, _ = outputs(batch, 1)
+    got, _ = outputs(batch, 1)
+    select_channels(batch.q, apart, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
+    options = {"reduce": "max", "impl": impl}
+    sketch_score(batch.q, apart, planes.key_sketch[0], None, plan, out=want, **options)
+    sketch_score(
+        batch.q, together, planes.key_sketch[0], None, plan,
+        out=got, choose_channels=True, **options,
+    )  # fmt: skip
+    assert torch.equal(together, apart)
+    assert not torch.equal(apart, before)
+    assert torch.equal(got, want)
+
+
 def score_width(batch: Batch, unit: int) -> int:
     return -(-max(batch.lengths) // unit) + 3
 
