@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy decoding of the reference model over a dense prefill, under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sglang_sparse.reference.model import ReferenceModel, rope_tables
+from sglang_sparse.reference.policies import (
+    WINDOW,
+    Cache,
+    Policy,
+    attend,
+    attend_mask,
+    page_planes,
+    window_mask,
+)
+
+PAGE = 16
+
+
+class Decoder:
+    """Prompts prefilled once, decoded from there as often as one likes."""
+
+    def __init__(
+        self, model: ReferenceModel, prompts: Sequence[Sequence[int]], room: int, rows: int = 16
+    ) -> None:
+        """Prefill ``prompts`` (``rows`` at a time) and leave ``room`` for new tokens.
+
+        The last prompt token is prefilled densely too, as a server does; later ones are sparse.
+        """
+        self.model = model
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        c = model.config
+        self.prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
+        self.room = room
+        length = -(-(int(self.prompt_lengths.max()) + room) // PAGE) * PAGE
+        shape = (c.layers, len(prompts), c.kv_heads, length, c.head_dim)
+        self.k = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.v = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.tables = rope_tables(c, length, self.device)
+        firsts = []
+        with torch.no_grad():
+            for start in range(0, len(prompts), rows):
+                firsts.append(self._prefill(prompts[start : start + rows], start))
+            self.first = torch.cat(firsts)
+        self.k8 = self.k.to(torch.float8_e4m3fn).to(self.dtype)
+        planes = [page_planes(k, self.prompt_lengths, PAGE) for k in self.k]
+        self.prefix_planes = tuple(torch.stack(p) for p in zip(*planes, strict=True))
+
+    def _prefill(self, prompts: Sequence[Sequence[int]], start: int) -> Tensor:
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        kept: list[tuple[Tensor, Tensor]] = []
+        hidden = self.model(ids.to(self.device), self.dtype, self.tables, kept)
+        stop = start + len(prompts)
+        for layer, (k, v) in enumerate(kept):
+            self.k[layer, start:stop, :, :longest] = k.transpose(1, 2)
+            self.v[layer, start:stop, :, :longest] = v.transpose(1, 2)
+        rows = torch.arange(len(prompts), device=self.device)
+        return self.model.logits(hidden[rows, self.prompt_lengths[start:stop] - 1]).argmax(-1)
+
+    @torch.no_grad()
+    def generate(self, policy: Policy, end: int, cut: Tensor | None = None) -> list[list[int]]:
+        """Greedy replies without the end token.
+
+        Args:
+            policy: What each step attends to.
+            end: Token that ends a reply.
+            cut: ``[layers, kv_heads]`` bool; these heads alone see the window, whatever the policy.
+        """
+        tokens, lengths = self.first.clone(), self.prompt_lengths.clone()
+        out = [tokens]
+        self.low, self.high = (p.clone() for p in self.prefix_planes)
+        over = tokens == end
+        for _ in range(self.room - 1):
+            if bool(over.all()):
+                break
+            tokens = self._step(tokens, lengths, policy, cut)
+            lengths = lengths + 1
+            over |= tokens == end
+            out.append(tokens)
+        replies = []
+        for row in torch.stack(out, dim=1).tolist():
+            replies.append(row[: row.index(end)] if end in row else row)
+        return replies
+
+    def _step(self, tokens: Tensor, lengths: Tensor, policy: Policy, cut: Tensor | None) -> Tensor:
+        model, c = self.model, self.model.config
+        cos, sin = (t[lengths].to(self.dtype) for t in self.tables)
+        x = model.embed(tokens, self.dtype)
+        rows = torch.arange(len(tokens), device=self.device)
+        now = lengths + 1
+        window = window_mask(self.k.shape[3], now, WINDOW.sink, WINDOW.recent)
+        for index in range(c.layers):
+            layer = model.layer(index)
+            q, k, v = layer.project(x, cos, sin)
+            self._write(index, rows, lengths, k, v)
+            cache = Cache(
+                self.k[index], self.v[index], self.k8[index], (self.low[index], self.high[index])
+            )
+            own = Policy() if index < policy.dense_layers else policy
+            mask = attend_mask(own, q, cache, now)
+            if cut is not None:
+                mask = mask & (window[:, None] | ~cut[index][None, :, None])
+            x = layer.finish(x, attend(q, cache, mask))
+        return model.logits(x).argmax(-1)
+
+    def _write(self, index: int, rows: Tensor, at: Tensor, k: Tensor, v: Tensor) -> None:
+        self.k[index, rows, :, at], self.v[index, rows, :, at] = k, v
+        self.k8[index, rows, :, at] = k.to(torch.float8_e4m3fn).to(self.dtype)
+        page = at // PAGE
+        low, high = self.low[index], self.high[index]
+        low[rows, :, page] = torch.minimum(low[rows, :, page], k)
+        high[rows, :, page] = torch.maximum(high[rows, :, page], k)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decode step may attend to, written the simple way: no pages table, one boolean mask.
+
+This is a second implementation, independent of the kernels' references, on contiguous caches.
+Shapes: B rows, L cached tokens, H query heads, G KV heads, D channels; a group is H / G query heads.
+Caches are ``[B, G, L, D]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Kind = Literal["dense", "window", "oracle", "sparcas", "page_minmax"]
+KINDS: tuple[Kind, ...] = ("dense", "window", "oracle", "sparcas", "page_minmax")
+Reduce = Literal["max", "sum"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to choose tokens.
+
+    Attributes:
+        kind: ``dense``, ``window`` (sinks and recent tokens), ``oracle`` (exact top-k), ``sparcas``
+            (pruned query channels over an fp8 copy of K) or ``page_minmax`` (Quest's bound).
+        budget: Tokens kept for each KV head, sinks and recent ones included.
+        sink, recent: Always kept.
+        channels: Channels that SparCas scores with, for each KV head.
+        reduce: How a group's scores become one: the largest logit or the sum of logits.
+        dense_layers: First layers that stay dense.
+    """
+
+    kind: Kind = "dense"
+    budget: int = 256
+    sink: int = 16
+    recent: int = 32
+    channels: int = 16
+    page: int = 16
+    reduce: Reduce = "max"
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown policy {self.kind!r}; allowed: {', '.join(KINDS)}")
+        if self.budget < self.sink + self.recent and self.kind not in ("dense", "window"):
+            raise ValueError(
+                f"budget {self.budget} is under sink + recent = {self.sink + self.recent}"
+            )
+
+
+WINDOW = Policy("window", budget=260, sink=4, recent=256)
+
+
+def window_mask(length: int, lengths: Tensor, sink: int, recent: int) -> Tensor:
+    """``[B, L]``: the first ``sink`` and the last ``recent`` of each row's ``lengths`` tokens."""
+    position = torch.arange(length, device=lengths.device)[None]
+    last = lengths[:, None]
+    return (position < last) & ((position < sink) | (position >= last - recent))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` over ``[B, G, ., .]`` with an fp32 result, whatever the inputs' dtype."""
+    if a.is_cuda and b.dtype == torch.bfloat16:
+        flat = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return flat.view(*a.shape[:2], *flat.shape[1:])
+    return a.float() @ b.float()
+
+
+def grouped(q: Tensor, k: Tensor) -> Tensor:
+    """``q [B, H, D]`` as ``[B, G, group, D]``."""
+    return q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
+
+
+def logits(q: Tensor, k: Tensor) -> Tensor:
+    """``[B, G, group, L]`` unscaled fp32 products of ``q [B, H, D]`` and ``k [B, G, L, D]``."""
+    return _product(grouped(q, k), k.transpose(2, 3))
+
+
+def oracle_scores(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
+    """``[B, G, L]``: attention probability, mean over the group."""
+    scores = logits(q, k) * q.shape[-1] ** -0.5
+    valid = torch.arange(k.shape[2], device=k.device)[None] < lengths[:, None]
+    return scores.masked_fill(~valid[:, None, None], -torch.inf).softmax(-1).mean(2)
+
+
+def sparcas_scores(q: Tensor, k8: Tensor, channels: int, reduce: Reduce) -> Tensor:
+    """``[B, G, L]``: products over the channels with the largest sum of ``|q|`` over the group."""
+    heads = grouped(q, k8)
+    chosen = heads.float().abs().sum(2).topk(channels, dim=-1).indices
+    kept = torch.zeros_like(heads[:, :, 0]).scatter_(-1, chosen, 1.0)
+    partial = _product(heads * kept[:, :, None], k8.transpose(2, 3))
+    return partial.amax(2) if reduce == "max" else partial.sum(2)
+
+
+def page_planes(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Channel-wise minimum and maximum of each page, ``[B, G, pages, D]``; infinite where empty."""
+    batch, groups, length, dim = k.shape
+    pages = -(-length // page)
+    padded = torch.nn.functional.pad(k, (0, 0, 0, pages * page - length))
+    valid = torch.arange(pages * page, device=k.device)[None] < lengths[:, None]
+    empty = ~valid[:, None, :, None]
+    low = padded.masked_fill(empty, torch.inf).view(batch, groups, pages, page, dim).amin(3)
+    high = padded.masked_fill(empty, -torch.inf).view(batch, groups, pages, page, dim).amax(3)
+    return low, high
+
+
+def page_scores(q: Tensor, planes: tuple[Tensor, Tensor], reduce: Reduce) -> Tensor:
+    """``[B, G, pages]``: Quest's upper bound of a product with any key of the page."""
+    low, high = planes
+    live = torch.isfinite(low[..., 0])
+    low, high = low.masked_fill(~live[..., None], 0), high.masked_fill(~live[..., None], 0)
+    heads = grouped(q, low)
+    bound = _product(heads.clamp_min(0), high.transpose(2, 3))
+    bound += _product(heads.clamp_max(0), low.transpose(2, 3))
+    score = bound.amax(2) if reduce == "max" else bound.sum(2)
+    return score.masked_fill(~live, -torch.inf)
+
+
+def keep_best(scores: Tensor, always: Tensor, valid: Tensor, count: int) -> Tensor:
+    """``[B, G, N]``: the ``count`` best valid entries, with those in ``always [B, N]`` first."""
+    ranked = scores.masked_fill(always[:, None], torch.inf).masked_fill(~valid[:, None], -torch.inf)
+    best = ranked.topk(min(count, scores.shape[-1]), dim=-1).indices
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+    return mask & valid[:, None]
+
+
+@dataclass
+class Cache:
+    """One layer's keys and values, and what policies score with.
+
+    ``k8`` (K after a round trip through fp8 e4m3) and ``planes`` are made on demand when ``None``.
+    """
+
+    k: Tensor
+    v: Tensor
+    k8: Tensor | None = None
+    planes: tuple[Tensor, Tensor] | None = None
+
+
+def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
+    """Tokens each KV head attends to, ``[B, G, L]`` bool.
+
+    Args:
+        q: Queries of one step, ``[B, H, D]``, rotated.
+        cache: Keys of ``[B, G, L, D]``, rotated, the current token's included.
+        lengths: Valid tokens in each row, ``[B]``.
+    """
+    k = cache.k
+    groups, length = k.shape[1], k.shape[2]
+    valid = torch.arange(length, device=k.device)[None] < lengths[:, None]
+    if policy.kind == "dense":
+        return valid[:, None].expand(-1, groups, -1)
+    always = window_mask(length, lengths, policy.sink, policy.recent)
+    if policy.kind == "window":
+        return always[:, None].expand(-1, groups, -1)
+    if policy.kind == "page_minmax":
+        planes = cache.planes or page_planes(k, lengths, policy.page)
+        return _page_mask(policy, page_scores(q, planes, policy.reduce), always, valid)
+    if policy.kind == "oracle":
+        scores = oracle_scores(q, k, lengths)
+    else:
+        k8 = k.to(torch.float8_e4m3fn).to(k.dtype) if cache.k8 is None else cache.k8
+        scores = sparcas_scores(q, k8, policy.channels, policy.reduce)
+    return keep_best(scores, always, valid, policy.budget)
+
+
+def _page_mask(policy: Policy, scores: Tensor, always: Tensor, valid: Tensor) -> Tensor:
+    page, pages, length = policy.page, scores.shape[-1], always.shape[1]
+
+    def by_page(mask: Tensor) -> Tensor:
+        padded = torch.nn.functional.pad(mask, (0, pages * page - length))
+        return padded.view(-1, pages, page).any(-1)
+
+    chosen = keep_best(scores, by_page(always), by_page(valid), policy.budget // page)
+    return chosen.repeat_interleave(page, dim=-1)[..., :length] & valid[:, None]
+
+
+def attend(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
+    """Softmax attention ``[B, H * D]`` of one step over the tokens in ``mask [B, G, L]``."""
+    scores = logits(q, cache.k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1)
+    return _product(weights, cache.v).reshape(q.shape[0], -1).to(q.dtype)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long-context tasks with exact scoring, in the style of RULER (Hsieh et al., arXiv:2404.06654).
+
+    from sglang_sparse.tasks import FileEncoder, TaskSuite, accuracy
+
+    suite = TaskSuite(FileEncoder("configs/reference/model"), split="heldout")
+    samples = suite.samples("multi_key", length=4096, count=200, seed=1)
+    replies = [ask(s.messages) for s in samples]  # or s.prompt, or s.prompt_ids
+    print(accuracy(samples, replies))
+
+Everything is seeded. Keys, values, variable names and filler documents of the splits are disjoint.
+"""
+
+from sglang_sparse.tasks.encoding import Encoder, FileEncoder, HuggingFaceEncoder
+from sglang_sparse.tasks.registry import NEEDLE_TASKS, TASKS, TaskSuite
+from sglang_sparse.tasks.sample import Needle, Problem, Question, Sample
+from sglang_sparse.tasks.scoring import accuracy, extract, is_exact, recall
+from sglang_sparse.tasks.words import SPLITS, Split, in_split
+
+__all__ = [
+    "NEEDLE_TASKS",
+    "SPLITS",
+    "TASKS",
+    "Encoder",
+    "FileEncoder",
+    "HuggingFaceEncoder",
+    "Needle",
+    "Problem",
+    "Question",
+    "Sample",
+    "Split",
+    "TaskSuite",
+    "accuracy",
+    "extract",
+    "in_split",
+    "is_exact",
+    "recall",
+]

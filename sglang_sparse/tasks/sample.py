@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data that tasks produce: problems before they are laid out, samples after."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from sglang_sparse.tasks.words import Split
+
+FillerStyle = Literal["text", "noise"]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A sentence to hide in the context.
+
+    Attributes:
+        text: The sentence, without surrounding whitespace.
+        depth: Where it goes, as a fraction of the context: 0 is the start, 1 the end.
+    """
+
+    text: str
+    depth: float
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, the full answer expected, and the values in it that are scored."""
+
+    task: str
+    prompt: str
+    answer: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Needles and the questions about them, not yet placed in a context of some length.
+
+    ``body`` replaces the filler by pieces of its own (word lists have no haystack).
+    """
+
+    needles: tuple[Needle, ...]
+    questions: tuple[Question, ...]
+    style: FillerStyle = "text"
+    body: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt with its answer.
+
+    Attributes:
+        task: Name of the task, a key of ``sglang_sparse.tasks.TASKS``.
+        split: ``train`` or ``heldout``.
+        seed: Seed given to the generator.
+        index: Number of the sample under that seed.
+        length: Number of tokens asked for; ``len(prompt_ids)`` plus the answer fits in it.
+        content: The user message, for a chat API.
+        prompt: The full prompt with chat markers; it encodes to ``prompt_ids``.
+        prompt_ids: Token ids of ``prompt``.
+        answer: The expected reply.
+        answer_ids: Token ids of the reply and the end-of-turn token.
+        values: What exact scoring looks for in a reply, in order.
+        needle_spans: ``(first, last + 1)`` token positions of every needle in ``prompt_ids``.
+        depth: Depth of the first needle that the question asks about, in [0, 1].
+    """
+
+    task: str
+    split: Split
+    seed: int
+    index: int
+    length: int
+    content: str
+    prompt: str
+    prompt_ids: list[int] = field(repr=False)
+    answer: str
+    answer_ids: list[int] = field(repr=False)
+    values: tuple[str, ...]
+    needle_spans: tuple[tuple[int, int], ...]
+    depth: float
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as the ``messages`` of an OpenAI chat request."""
+        return [{"role": "user", "content": self.content}]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready copy."""
+        return asdict(self)
