@@ -1,14 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the Triton kernels under the interpreter where there is no GPU, compiled where there is."""
+"""Runs the Triton kernels under the interpreter where there is no GPU, compiled where there is.
+
+Under the interpreter every load and store of every test is checked: an access outside of the
+tensors that were passed to the launch is an error, as it is (at times) on a GPU.
+"""
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
-if not torch.cuda.is_available():
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _extents(arguments: tuple[Any, ...]) -> np.ndarray:
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.numel()]
+    found = [_extent(tensor) for tensor in tensors]
+    for pointers in (tensor for tensor in tensors if tensor.dtype == torch.uint64):
+        # Base addresses of layers that look like the first argument.
+        size = tensors[0].nbytes
+        found += [(base, base + size) for base in pointers.tolist()]
+    return np.array(found, dtype=np.uint64)
+
+
+@pytest.fixture(autouse=True)
+def accesses_stay_inside_the_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test whose kernels touch memory that they were not given."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    allowed = np.empty((0, 2), dtype=np.uint64)
+    launch = GridExecutor.__call__
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def launched(self: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal allowed
+        allowed = _extents(arguments)
+        launch(self, *arguments, **options)
+
+    def check(pointers: Any, mask: Any) -> None:
+        addresses = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)].astype(np.uint64)
+        size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        inside = np.zeros(addresses.shape, dtype=bool)
+        for first, last in allowed:
+            inside |= (addresses >= first) & (addresses + np.uint64(size) <= last)
+        assert inside.all(), f"{(~inside).sum()} accesses outside of the launch's tensors"
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launched)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
+    yield
