@@ -27,6 +27,7 @@ ATTENTION_RULES = (
     Rule("prefill_attention_backend", (None, BACKEND), "planes are built in prefill"),
     Rule("decode_attention_backend", (None, BACKEND), "planes are built in prefill"),
     Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "scores read unquantized keys"),
+    Rule("enable_mixed_chunk", _OFF, "decode rows of a mixed batch would run dense"),
     Rule("enable_dp_attention", _OFF, "idle ranks are not planned yet"),
     Rule("enable_two_batch_overlap", _OFF, "the plan covers one batch at a time"),
     Rule("enable_single_batch_overlap", _OFF, "the plan covers one batch at a time"),

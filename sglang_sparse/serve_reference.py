@@ -30,6 +30,7 @@ CPU_ARGS = [
     "--disable-overlap-schedule",
     *("--max-total-tokens", "65536"),
     *("--max-running-requests", "16"),
+    "--sleep-on-idle",
 ]
 # A fact, thousands of tokens of filler, and a question about the fact.
 FACT = "The magic number for amber-violin is 58808."

@@ -58,7 +58,6 @@ class SelectAndAttend:
         Returns:
             [rows, q_heads, head_dim], dtype of ``q``.
         """
-        q = q.contiguous()
         out = torch.empty_like(q)
         for run, rows in passes(plan, self.buffers.limits.rows_a_pass):
             scores = self.buffers.scores[: rows.num_rows]

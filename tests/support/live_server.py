@@ -27,6 +27,8 @@ BASE_ARGS = [
     *("--max-total-tokens", "32768"),
     *("--max-running-requests", "8"),
     *("--random-seed", "1"),
+    # An idle scheduler spins otherwise, and starves the server under test.
+    "--sleep-on-idle",
 ]
 CPU_ARGS = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32"]
 
