@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, SYSTEM, USER, FileEncoder
+from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, FileEncoder
 from sglang_sparse.tasks.layout import ContextBuilder
 from sglang_sparse.tasks.needles import depths, pick
 from sglang_sparse.tasks.registry import TASKS
@@ -36,8 +36,6 @@ _NOUNS = tuple(
         "\n", ""
     ).split("|")
 )
-_LEADS = ("", "", "", "Question: ", "Please tell me: ", "From the text above: ")
-_SYSTEM = "You are a helpful assistant."
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -90,10 +88,7 @@ class RowMaker:
         self.encoder = encoder
         self.text_share = text_share
         self.builder = builder or ContextBuilder(encoder, "train")
-        self._heads = (
-            encoder.encode(BOS + USER),
-            encoder.encode(BOS + SYSTEM + _SYSTEM + END + USER),
-        )
+        self._head = encoder.encode(BOS + USER)
 
     def row(
         self, rng: np.random.Generator, length: int
@@ -108,25 +103,23 @@ class RowMaker:
         else:
             needles, questions, style = self._mixed(rng, length)
             body = None
-        head = self._heads[int(rng.random() < 0.1)]
-        first = ("\n\n", "\n\n", "\n", " ")[int(rng.integers(4))]
         turns: list[tuple[list[int], list[int], int]] = []
         asked = 0
         limit = length // 3
         for question in questions:
-            lead = (USER if turns else first) + _LEADS[int(rng.integers(len(_LEADS)))]
+            lead = USER if turns else "\n\n"
             prompt = self.encoder.encode(lead + question.prompt + END + ASSISTANT)
             answer = self.encoder.encode(question.answer + END)
             if asked and asked + len(prompt) + len(answer) > limit:
                 continue
             asked += len(prompt) + len(answer)
             turns.append((prompt, answer, TRAIN_TASKS.index(question.task)))
-        room = length - len(head) - asked
+        room = length - len(self._head) - asked
         if body is not None:
             while len(self.encoder.encode("".join(body))) > room:
                 body = body[: int(len(body) * 0.95)]
         context = self.builder.build(rng, needles, room, style, body)
-        ids = [*head, *context.ids.tolist()]
+        ids = [*self._head, *context.ids.tolist()]
         spans = []
         for prompt, answer, task in turns:
             ids += prompt
@@ -171,7 +164,8 @@ class RowMaker:
         for i in range(batch):
             row, answers = self.row(rng, length)
             ids[i, : len(row)] = row
-            kinds[i, : len(row) - 1] = int(rng.random() < self.text_share)
+            learnt = self.text_share >= 1 or rng.random() < self.text_share
+            kinds[i, : len(row) - 1] = int(learnt)
             for first, last, task in answers:
                 tasks.append(task)
                 kinds[i, first - 1 : last - 1] = 2
@@ -182,6 +176,7 @@ class RowMaker:
 @dataclass
 class _Worker:
     maker: RowMaker | None = None
+    source: tuple[str, float] | None = None
 
 
 _WORKER = _Worker()
@@ -189,6 +184,9 @@ _WORKER = _Worker()
 
 def init_worker(tokenizer: str, text_share: float) -> None:
     """Load the tokenizer and the filler, for this process and those forked from it."""
+    if _WORKER.source == (tokenizer, text_share):
+        return
+    _WORKER.source = (tokenizer, text_share)
     _WORKER.maker = RowMaker(FileEncoder(tokenizer), text_share=text_share)
 
 

@@ -2,7 +2,7 @@
 """What a decode step may attend to, written the simple way: no pages table, one boolean mask.
 
 This is a second implementation, independent of the kernels' references, on contiguous caches.
-Shapes: B rows, L cached tokens, H query heads, G KV heads, D channels; a group is H / G query heads.
+Shapes: B rows, L cached tokens, H query heads, G KV heads, D channels; a group is H / G heads.
 Caches are ``[B, G, L, D]``.
 """
 

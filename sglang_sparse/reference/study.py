@@ -18,14 +18,21 @@ import torch.nn.functional as F
 from sglang_sparse.reference.decode import Decoder
 from sglang_sparse.reference.export import load
 from sglang_sparse.reference.model import ReferenceModel
-from sglang_sparse.reference.policies import WINDOW, Kind, Policy
+from sglang_sparse.reference.policies import WINDOW, Kind, Policy, Reduce
 from sglang_sparse.tasks import NEEDLE_TASKS, TASKS, FileEncoder, Sample, TaskSuite, is_exact
 from sglang_sparse.tasks.encoding import END
 
 SELECTORS: tuple[Kind, ...] = ("oracle", "sparcas", "page_minmax")
 BUDGETS = (64, 128, 256, 512, 1024)
 RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking")
-PARTS = ("text", "dense", "ablation", "budgets", "variants")
+PARTS = ("text", "ablation", "table", "variants")
+VARIANTS: tuple[tuple[Reduce, int], ...] = (
+    ("max", 1),
+    ("max", 2),
+    ("sum", 0),
+    ("sum", 1),
+    ("sum", 2),
+)
 
 
 def wilson(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
@@ -80,44 +87,25 @@ class Study:
             )
         return right
 
-    def cell(self, task: str, length: int, parts: Any, policy: Policy, part: str) -> dict[str, Any]:
+    def cell(self, task: str, length: int, parts: Any, policy: Policy) -> dict[str, Any]:
         """Measure and record one cell."""
         count = sum(len(samples) for samples, _ in parts)
         right = self.exact(parts, policy)
         low, high = wilson(right, count)
         row = {
-            "part": part, "task": task, "length": length, "policy": asdict(policy), "count": count,
+            "task": task, "length": length, "policy": asdict(policy), "count": count,
             "exact": right / count, "low": low, "high": high,
         }  # fmt: skip
         self.result["cells"].append(row)
         return row
 
-    def table(self, lengths: Sequence[int], parts: Sequence[str]) -> None:
-        """Dense, window and every budget on the retrieval tasks; dense alone on the word tasks."""
-        for length in lengths:
-            for task in TASKS:
-                prepared = self.prepare(task, length)
-                policies = [Policy()]
-                if task in RETRIEVAL:
-                    policies.append(WINDOW)
-                    if "budgets" in parts and length <= 8192:
-                        policies += [
-                            Policy(kind, budget) for budget in BUDGETS for kind in SELECTORS
-                        ]
-                    elif "budgets" in parts:
-                        policies += [Policy(kind, 256) for kind in SELECTORS]
-                    if "variants" in parts and length == min(lengths):
-                        policies += [
-                            Policy("sparcas", budget, reduce=how, dense_layers=first)
-                            for budget in (64, 128, 256)
-                            for how in ("max", "sum")
-                            for first in (0, 1, 2)
-                            if (how, first) != ("max", 0)
-                        ]
-                    if "variants" in parts and length == min(lengths):
-                        policies += [Policy("page_minmax", b, reduce="sum") for b in (64, 128, 256)]
-                rows = [self.cell(task, length, prepared, p, "table") for p in policies]
-                self.say(task=task, length=length, dense=rows[0]["exact"], rows=len(rows))
+    def table(self, length: int, tasks: Sequence[str], policies: Sequence[Policy]) -> None:
+        """Every policy on the retrieval tasks; the word tasks dense alone."""
+        for task in tasks:
+            prepared = self.prepare(task, length)
+            chosen = policies if task in RETRIEVAL else [Policy()]
+            rows = [self.cell(task, length, prepared, p) for p in chosen]
+            self.say(task=task, length=length, exact=[row["exact"] for row in rows])
 
     def ablation(self, length: int, tasks: Sequence[str], count: int) -> None:
         """Cut each layer, and each KV head, to the window alone."""
@@ -174,47 +162,64 @@ class Study:
         )
 
 
+def policies(budgets: Sequence[int], selectors: Sequence[Kind], variants: bool) -> list[Policy]:
+    """Dense and window, every selector at every budget, and, if asked, the variants of two of them.
+
+    The variants: the first one or two layers dense (``sparcas``), a group's scores added up.
+    """
+    result = [Policy(), WINDOW, *(Policy(kind, b) for b in budgets for kind in selectors)]
+    if variants:
+        result += [
+            Policy("sparcas", budget, reduce=how, dense_layers=first)
+            for budget in budgets
+            for how, first in VARIANTS
+        ]
+        result += [Policy("page_minmax", budget, reduce="sum") for budget in budgets]
+    return result
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    def numbers(text: str) -> list[int]:
+        return [int(n) for n in names(text)]
+
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
     p.add_argument("--out", type=Path, default=Path("build/study.json"))
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--lengths", default="4096,8192,16384")
-    p.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)}")
+    p.add_argument("--lengths", type=numbers, default=[4096, 8192, 16384])
+    p.add_argument("--tasks", type=names, default=list(TASKS))
+    p.add_argument("--budgets", type=numbers, default=list(BUDGETS), help="0 for none")
+    p.add_argument("--selectors", type=names, default=list(SELECTORS))
+    p.add_argument("--parts", type=names, default=list(PARTS), help=f"any of {', '.join(PARTS)}")
     return p
 
 
 def main() -> None:
     """Run the study."""
     args = parser().parse_args()
-    parts = args.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        raise SystemExit(f"unknown part {', '.join(unknown)}; allowed: {', '.join(PARTS)}")
-    lengths = [int(n) for n in args.lengths.split(",")]
+    for name, known in (("parts", PARTS), ("tasks", TASKS), ("selectors", SELECTORS)):
+        if unknown := set(getattr(args, name)) - set(known):
+            raise SystemExit(f"unknown {name} {sorted(unknown)}; allowed: {', '.join(known)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    study = Study(
-        load(args.model).to(device).eval(), FileEncoder(args.model), args.count, args.seed
-    )
+    model = load(args.model).to(device).eval()
+    study = Study(model, FileEncoder(args.model), args.count, args.seed)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     study.out = args.out
-
-    def save() -> None:
-        args.out.write_text(json.dumps(study.result))
-
-    if "text" in parts:
+    if "text" in args.parts:
         study.text(2048, max(args.count // 4, 1))
-        save()
-    if "ablation" in parts:
-        study.ablation(lengths[0], NEEDLE_TASKS, args.count)
-        save()
-    if "dense" in parts or "budgets" in parts:
-        for length in lengths:
-            study.table(
-                [length], parts if length == lengths[0] else [p for p in parts if p != "variants"]
-            )
-            save()
+    if "ablation" in args.parts:
+        study.ablation(args.lengths[0], NEEDLE_TASKS, args.count)
+    if "table" in args.parts:
+        budgets = [b for b in args.budgets if b]
+        chosen = policies(budgets, args.selectors, "variants" in args.parts)
+        for length in args.lengths:
+            study.table(length, args.tasks, chosen)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,9 @@ class TextFeed:
 
     def __init__(self, tokenizer: Path, workers: int, text_share: float) -> None:
         self.workers = workers
-        mix.init_worker(str(tokenizer), text_share)
+        self.source = (str(tokenizer), text_share)
+        if workers:
+            mix.init_worker(*self.source)
         self.pool = (
             multiprocessing.get_context("fork").Pool(workers, mix.single_threaded)
             if workers
@@ -105,6 +107,7 @@ class TextFeed:
     def get(self, jobs: Iterator[tuple[int, int, int]]) -> tuple[tuple[int, int, int], mix.Batch]:
         """The oldest batch under way; ``jobs`` keeps the queue full."""
         if self.pool is None:
+            mix.init_worker(*self.source)
             job = next(jobs)
             return job, mix.worker_batch(job)
         while len(self.queue) < 2 * self.workers:
@@ -379,8 +382,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("build/reference"), help="checkpoints and logs")
     p.add_argument("--tokenizer", type=Path, default=Path("configs/reference/model"))
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--lr", type=float, default=2e-3)
-    p.add_argument("--time-limit", type=float, default=300.0, help="seconds")
+    p.add_argument("--lr", type=float, default=1e-3)
+    p.add_argument("--time-limit", type=float, default=1800.0, help="seconds")
     p.add_argument("--max-steps", type=int, default=10**9)
     p.add_argument("--decay-from", type=float, help="seconds after which the rate falls to 3 %%")
     p.add_argument(
@@ -390,10 +393,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--first-stage", type=int, default=0)
     p.add_argument("--workers", type=int, default=0, help="processes that make text batches")
     p.add_argument("--text-tokens", type=int, default=65536, help="tokens of a text step")
-    p.add_argument("--text-weight", type=float, default=0.3, help="weight of the text loss")
-    p.add_argument("--text-share", type=float, default=0.1, help="rows whose text is learnt too")
+    p.add_argument("--text-weight", type=float, default=0.5, help="weight of the text loss")
+    p.add_argument("--text-share", type=float, default=1.0, help="rows whose text is learnt too")
     p.add_argument(
-        "--spread", type=float, default=0.5, help="weight of the loss that spreads reading"
+        "--spread", type=float, default=0.0, help="weight of the loss that spreads reading"
     )
     p.add_argument("--symbol-share", type=float, default=0.1)
     p.add_argument("--log-every", type=int, default=50)

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study's policies against the kernels' references, and what every policy must keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_sparse.reference.policies import (
+    WINDOW,
+    Cache,
+    Kind,
+    Policy,
+    attend,
+    attend_mask,
+    page_planes,
+)
+from sglang_sparse_kernels.attend.reference import gathered_decode_attention_reference
+from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.score.reference import (
+    page_minmax_score_reference,
+    select_channels_reference,
+    sketch_score_reference,
+)
+from sglang_sparse_kernels.select.reference import select_topk_reference
+
+ROWS, HEADS, GROUPS, DIM, LENGTH, PAGE = 2, 8, 4, 64, 427, 16
+SINK, RECENT, KEPT, CHANNELS = 16, 32, 128, 16
+
+
+@pytest.fixture
+def step() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (ROWS, GROUPS, LENGTH, DIM)
+    q = torch.randn(ROWS, HEADS, DIM, generator=generator) * 2
+    return q, torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+
+
+def paged(x: torch.Tensor) -> torch.Tensor:
+    """``[B, G, L, D]`` as the pool's ``[slots, G, D]``, row after row, in whole pages."""
+    pages = -(-LENGTH // PAGE)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, pages * PAGE - LENGTH))
+    return padded.transpose(1, 2).reshape(-1, GROUPS, DIM)
+
+
+def plan_of(units: int) -> DecodePlan:
+    pages = -(-LENGTH // PAGE)
+    plan = DecodePlan.allocate(ROWS, pages)
+    plan.page_table.copy_(torch.arange(ROWS * pages).view(ROWS, pages))
+    plan.seq_lens.fill_(LENGTH)
+    plan.tail_start.fill_(LENGTH - 1)
+    plan.k_units.fill_(units)
+    plan.reselect.fill_(1)
+    plan.refresh.fill_(1)
+    plan.list_rows.copy_(torch.arange(ROWS))
+    return plan
+
+
+def reference_output(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, unit: int
+) -> torch.Tensor:
+    plan = plan_of(KEPT // unit)
+    indices = torch.zeros(ROWS, GROUPS, KEPT // unit, dtype=torch.int32)
+    counts = torch.zeros(ROWS, dtype=torch.int32)
+    select_topk_reference(
+        scores, plan, unit=unit, sink=SINK, recent=RECENT, out_indices=indices, out_counts=counts
+    )
+    out = torch.full_like(q, torch.nan)
+    heads = counts[:, None].expand(-1, GROUPS).contiguous()
+    gathered_decode_attention_reference(
+        q, paged(k), paged(v), plan, indices, heads, unit=unit, page_size=PAGE,
+        sm_scale=DIM**-0.5, logit_cap=0.0, out=out,
+    )  # fmt: skip
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
+    q, k, v = step
+    plan = plan_of(KEPT)
+    channels = torch.zeros(ROWS, GROUPS, CHANNELS, dtype=torch.int32)
+    select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
+    sketch = paged(k).to(torch.float8_e4m3fn).view(-1, PAGE, GROUPS, DIM).permute(0, 2, 3, 1)
+    scores = torch.zeros(ROWS, GROUPS, LENGTH)
+    sketch_score_reference(q, channels, sketch.contiguous(), None, plan, reduce=reduce, out=scores)
+    expected = reference_output(q, k, v, scores, unit=1)
+    # The kernels attend to the current token beside the budget; the study counts it in.
+    policy = Policy("sparcas", KEPT + 1, SINK, RECENT + 1, CHANNELS, reduce=reduce)  # type: ignore[arg-type]
+    cache = Cache(k, v)
+    mask = attend_mask(policy, q, cache, torch.full((ROWS,), LENGTH))
+    assert (mask.sum(-1) == KEPT + 1).all()
+    torch.testing.assert_close(attend(q, cache, mask), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
+    q, k, v = step
+    lengths = torch.full((ROWS,), LENGTH)
+    low, high = page_planes(k, lengths, PAGE)
+    scores = torch.zeros(ROWS, GROUPS, LENGTH)
+    page_minmax_score_reference(
+        q, low.transpose(1, 2).flatten(0, 1), high.transpose(1, 2).flatten(0, 1), plan_of(8),
+        unit=PAGE, page_size=PAGE, reduce=reduce, out=scores,
+    )  # fmt: skip
+    expected = reference_output(q, k, v, scores, unit=PAGE)
+    policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)  # type: ignore[arg-type]
+    cache = Cache(k, v)
+    mask = attend_mask(policy, q, cache, lengths)
+    torch.testing.assert_close(attend(q, cache, mask), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["oracle", "sparcas", "page_minmax"])
+def test_budget_of_the_whole_context_is_dense(step, kind: Kind) -> None:
+    q, k, v = step
+    cache, lengths = Cache(k, v), torch.tensor([LENGTH, 130])
+    dense = attend(q, cache, attend_mask(Policy(), q, cache, lengths))
+    sparse = attend(q, cache, attend_mask(Policy(kind, 432), q, cache, lengths))
+    torch.testing.assert_close(sparse, dense)
+
+
+@pytest.mark.parametrize("kind", ["oracle", "sparcas", "page_minmax"])
+def test_sinks_and_recent_tokens_are_always_kept_and_nothing_past_the_end(step, kind: Kind) -> None:
+    q, k, v = step
+    for length in (63, 111, 300, LENGTH):
+        mask = attend_mask(Policy(kind, 64), q, Cache(k, v), torch.full((ROWS,), length))
+        assert mask[..., : min(SINK, length)].all()
+        assert mask[..., max(0, length - RECENT) : length].all()
+        assert not mask[..., length:].any()
+        assert (mask.sum(-1) <= 64).all()
+
+
+def test_oracle_keeps_the_tokens_with_most_attention(step) -> None:
+    q, k, v = step
+    needle = 200
+    k[:, :, needle] = q.view(ROWS, GROUPS, 2, DIM).sum(2)
+    mask = attend_mask(Policy("oracle", 64), q, Cache(k, v), torch.full((ROWS,), LENGTH))
+    assert mask[..., needle].all()
+
+
+def test_window_is_sinks_and_recent(step) -> None:
+    q, k, v = step
+    mask = attend_mask(WINDOW, q, Cache(k, v), torch.full((ROWS,), LENGTH))
+    assert (mask.sum(-1) == 260).all()
+
+
+def test_bad_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown policy"):
+        Policy("quest")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="budget 40 is under"):
+        Policy("oracle", 40)
