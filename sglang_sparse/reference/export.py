@@ -29,7 +29,8 @@ def export(model: ReferenceModel, folder: Path, encoder: FileEncoder) -> Path:
         "bos_token_id": bos,
         "eos_token_id": eos,
         "pad_token_id": pad,
-        "do_sample": False,
+        "do_sample": True,
+        "top_k": 1,
     }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     weights = {
