@@ -56,8 +56,7 @@ class LiveServer:
         self.log = log
         command = [sys.executable, "-m", "sglang.launch_server", *base_args()]
         command += ["--port", str(self.port), *args]
-        # One thread a server: the tests share two cores, and spinning threads starve each other.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
         environment.pop("TRITON_INTERPRET", None)
         self._output = log.open("w")
         self._process = subprocess.Popen(
