@@ -19,6 +19,7 @@ from sglang_sparse.tasks import NEEDLE_TASKS, TASKS
 Cell = dict[str, Any]
 Key = tuple[str, int, int, str]
 RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking")
+BUDGETS = (64, 128, 256, 512, 1024)
 
 
 class Results:
@@ -74,18 +75,18 @@ def dense_table(results: Results) -> str:
     return markdown(head, rows)
 
 
-def budget_table(results: Results, length: int, budgets: Sequence[int]) -> str:
-    """Every selector at every budget, at one length."""
+def budget_table(results: Results, length: int) -> str:
+    """Every selector at every budget, at one length; a line that says so if none was measured."""
     head = ["policy", "tokens", *RETRIEVAL]
     rows = []
     keys: list[Key] = [("dense", 0, 0, "max"), ("window", 0, 0, "max")]
-    keys += [(k, b, 0, "max") for k in ("oracle", "sparcas", "page_minmax") for b in budgets]
+    keys += [(k, b, 0, "max") for k in ("oracle", "sparcas", "page_minmax") for b in BUDGETS]
     for key in keys:
         cells = [results.get(key, task, length) for task in RETRIEVAL]
         if any(cells):
             tokens = {"dense": "all", "window": "4 + 256"}.get(key[0], str(key[1]))
             rows.append([key[0], tokens, *map(percent, cells)])
-    return markdown(head, rows)
+    return markdown(head, rows) if rows else "Not measured yet."
 
 
 def variant_table(results: Results) -> str:
@@ -101,6 +102,17 @@ def variant_table(results: Results) -> str:
                     shown = ["-" if c is None else f"{100 * c['exact']:.1f}" for c in cells]
                     rows.append([kind, reduce, str(first), str(budget), *shown])
     return markdown(head, rows)
+
+
+def tables(results: Results) -> dict[str, str]:
+    """Every table of the card, by the name of its marker."""
+    return {
+        "dense": dense_table(results),
+        "budgets 4K": budget_table(results, 4096),
+        "budgets 8K": budget_table(results, 8192),
+        "variants": variant_table(results),
+        "ablation": ablation_table(results),
+    }
 
 
 def drops(results: Results) -> tuple[list[float], list[list[float]]]:
@@ -151,7 +163,7 @@ def draw_ablation(results: Results, path: Path) -> None:
     figure.savefig(path)
 
 
-def draw_budgets(results: Results, budgets: Sequence[int], path: Path) -> None:
+def draw_budgets(results: Results, path: Path) -> None:
     """Mean accuracy of the needle tasks over the budget, one panel a length."""
     from matplotlib.figure import Figure
 
@@ -161,7 +173,7 @@ def draw_budgets(results: Results, budgets: Sequence[int], path: Path) -> None:
     for axes, length in zip(panels, lengths, strict=True):
         for kind, style in (("oracle", "k:"), ("sparcas", "C0o-"), ("page_minmax", "C1s-")):
             points = []
-            for budget in budgets:
+            for budget in BUDGETS:
                 cells = [results.get((kind, budget, 0, "max"), t, length) for t in NEEDLE_TASKS]
                 found = [100 * c["exact"] for c in cells if c]
                 if found:
@@ -171,7 +183,7 @@ def draw_budgets(results: Results, budgets: Sequence[int], path: Path) -> None:
         level = [100 * c["exact"] for c in window if c]
         axes.axhline(sum(level) / len(level), color="C3", ls="--", label="window 4 + 256")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(budgets, [str(b) for b in budgets])
+        axes.set_xticks(BUDGETS, [str(b) for b in BUDGETS])
         axes.set_ylim(-3, 103)
         axes.set_title(f"Needle tasks at {length // 1024}K", fontsize=10)
         axes.set_xlabel("tokens kept for each KV head")
@@ -180,13 +192,13 @@ def draw_budgets(results: Results, budgets: Sequence[int], path: Path) -> None:
     figure.savefig(path)
 
 
-def fill(card: str, tables: dict[str, str]) -> str:
+def fill(card: str, named: dict[str, str]) -> str:
     """``card`` with each table between its markers.
 
     Raises:
         ValueError: the card lacks a marker.
     """
-    for name, table in tables.items():
+    for name, table in named.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if not pattern.search(card):
             raise ValueError(f"the card has no '<!-- {name} -->' ... '<!-- end -->'")
@@ -200,18 +212,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("configs/reference/model"))
     folder = parser.parse_args().model
     results = Results(folder / "study")
-    budgets = (64, 128, 256, 512, 1024)
-    tables = {
-        "dense": dense_table(results),
-        "budgets 4K": budget_table(results, 4096, budgets),
-        "budgets 8K": budget_table(results, 8192, budgets),
-        "variants": variant_table(results),
-        "ablation": ablation_table(results),
-    }
     draw_ablation(results, folder / "study" / "ablation.png")
-    draw_budgets(results, budgets, folder / "study" / "budgets.png")
+    draw_budgets(results, folder / "study" / "budgets.png")
     path = folder / "README.md"
-    path.write_text(fill(path.read_text(), tables))
+    path.write_text(fill(path.read_text(), tables(results)))
 
 
 if __name__ == "__main__":
