@@ -20,6 +20,7 @@ from .select import (
     BLOCK_UNITS,
     TopkWorkspace,
     make_topk_workspace,
+    padded_blocks,
     select_topk,
     topk_workspace_bytes,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "gathered_decode_attention",
     "make_topk_workspace",
     "make_workspace",
+    "padded_blocks",
     "page_minmax_score",
     "plan_decode",
     "quantize_sketch",

@@ -17,7 +17,7 @@ from ..common import (
 )
 from ..plan import DecodePlan
 from ..planes import SKETCH_DTYPES
-from ..select import BLOCK_UNITS
+from ..select import padded_blocks
 from .reference import (
     page_minmax_score_reference,
     select_channels_reference,
@@ -30,7 +30,7 @@ _PAGE_SIZES = (16, 32, 64)
 def _check_block_max(block_max: torch.Tensor | None, scores: torch.Tensor) -> None:
     if block_max is not None:
         rows, heads, width = scores.shape
-        check_shape("block_max", block_max, (rows, heads, -(-width // BLOCK_UNITS)))
+        check_shape("block_max", block_max, (rows, heads, padded_blocks(width)))
         check_dtype("block_max", block_max, torch.float32)
         check_contiguous("block_max", block_max)
 
@@ -104,7 +104,7 @@ def sketch_score(
         plan: R rows; page_table, tail_start, k_units, reselect, refresh and list_rows are read.
         reduce: "max" or "sum" over the group.
         out: float32 [R, H, max_units], max_units >= tail_start.
-        block_max: float32 [R, H, ceil(max_units / 8)], optional; "triton" writes the largest
+        block_max: float32 [R, H, padded_blocks(max_units)], optional; "triton" writes the largest
             score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
         choose_channels: first do what :func:`select_channels` does, in the same launch.
         impl: "triton" or "torch".
@@ -180,7 +180,7 @@ def page_minmax_score(
         page_size: tokens a physical page (P): 16, 32 or 64.
         reduce: "max" or "sum" over the group.
         out: float32 [R, H, max_units], max_units >= ceil(tail_start / unit).
-        block_max: float32 [R, H, ceil(max_units / 8)], optional; "triton" writes the largest
+        block_max: float32 [R, H, padded_blocks(max_units)], optional; "triton" writes the largest
             score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
         impl: "triton" or "torch".
 

@@ -6,7 +6,7 @@ import torch
 from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from ..plan import DecodePlan
 from .reference import select_topk_reference
-from .types import BLOCK_UNITS, TopkWorkspace
+from .types import TopkWorkspace, padded_blocks
 
 
 def select_topk(
@@ -74,7 +74,7 @@ def select_topk(
     check_contiguous("out_counts", out_counts)
     if workspace is None:
         raise ValueError("impl='triton' needs a workspace")
-    blocks = -(-width // BLOCK_UNITS)
+    blocks = padded_blocks(width)
     workspace = workspace.rows(rows)
     check_shape("workspace.block_max", workspace.block_max, (rows, heads, blocks))
     check_shape(

@@ -4,9 +4,9 @@
 """Triton implementation of exact top-k: prune whole blocks, then search the survivors.
 
 The k best units lie in the k blocks with the largest maxima, so with k small against the context
-only the block maxima and k blocks are read. Both searches look for the k-th largest among
-order-preserving integer keys; a tile that holds all of them stays in registers, longer inputs are
-re-read.
+only the block maxima and k blocks are read. Both searches keep their scores in the registers of
+one program and interpolate the score that k of them reach; ties are cut by index. A row that does
+not fit is searched by re-reading it.
 """
 
 import torch
@@ -17,13 +17,21 @@ from ..common import next_power_of_2
 from ..plan import DecodePlan
 from .types import BLOCK_UNITS, TopkWorkspace
 
-MAX_TILE = 16384
+MAX_BLOCKS = 16384
+MIN_UNITS, MAX_UNITS = 16384, 32768
 BLOCK_MAX_TILE = 4096
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
-def _tile_and_warps(width: int) -> tuple[int, int]:
-    tile = min(MAX_TILE, max(64, next_power_of_2(width)))
-    return tile, min(32, max(4, tile // 512))
+def _tiles(width: int, capacity: int) -> tuple[int, int, int]:
+    """(block maxima, units, warps): what one program holds in registers at a time.
+
+    Few warps with many scores each: what a search does once a warp costs more than the scores.
+    """
+    blocks = next_power_of_2(triton.cdiv(width, BLOCK_UNITS))
+    wanted = max(MIN_UNITS, next_power_of_2(capacity) * BLOCK_UNITS)
+    units = min(wanted, MAX_UNITS, max(1024, next_power_of_2(width)))
+    return min(max(blocks, 1024), MAX_BLOCKS), units, max(4, min(16, units // 2048))
 
 
 @triton.jit
@@ -52,133 +60,176 @@ def block_max_kernel(
 
 
 @triton.jit
-def _sortable(b_s):
-    """int32 keys that order as the floats do; -0 and +0 tie, NaN is -inf."""
+def _rankable(b_s, forced, valid):
+    """Scores as they rank: NaN is -inf, -0 is +0; forced ones are +inf and alone are."""
     b_s = tl.where(b_s == b_s, b_s, float("-inf"))
-    b_bits = tl.where(b_s == 0.0, 0.0, b_s).to(tl.int32, bitcast=True)
-    return b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)
+    b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
+    return tl.where(valid, tl.where(forced, float("inf"), b_s), float("-inf"))
+
+
+@triton.jit
+def _key_of(score):
+    """int32 that orders as the float does."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _score_of(key):
-    """Inverse of :func:`_sortable`."""
+    """Inverse of :func:`_key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _load_block_keys(p_max, o_b, num_blocks, forced_below, forced_from, BLOCK: tl.constexpr):
-    """Keys of block maxima; INT32_MAX for a block with a forced unit, INT32_MIN past the end."""
-    b_key = _sortable(tl.load(p_max + o_b, mask=o_b < num_blocks, other=float("-inf")))
-    forced = (o_b * BLOCK < forced_below) | ((o_b + 1) * BLOCK > forced_from)
-    b_key = tl.where(forced, 2147483647, b_key)
-    return tl.where(o_b < num_blocks, b_key, -2147483648)
-
-
-@triton.jit
-def _load_unit_keys(
-    p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK: tl.constexpr
-):
-    """(keys, units) [rows of o_b, BLOCK] of candidate blocks: listed ones if pruned, else all."""
-    m_b = o_b < num_blocks
-    b_block = tl.load(p_blocks + o_b, mask=m_b & pruned, other=0)
-    b_block = tl.where(pruned, b_block, o_b)
-    o_u = b_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    m_u = m_b[:, None] & (o_u < n)
-    b_key = _sortable(tl.load(p_scores + o_u, mask=m_u, other=float("-inf")))
-    forced = (o_u < forced_below) | (o_u >= forced_from)
-    b_key = tl.where(forced, 2147483647, b_key)
-    return tl.where(m_u, b_key, -2147483648), o_u
+def _count_reaching(b_s, score, SIZE: tl.constexpr):
+    """How many of ``SIZE`` scores are at least ``score``, a finite one."""
+    # The sign of a difference counts in two instructions; a comparison takes three.
+    return SIZE + tl.sum((b_s - score).to(tl.int32, bitcast=True) >> 31)
 
 
 @triton.jit
 def _probe(lo, hi, weight_lo, weight_hi, step):
     """Next key to count at: where the log of the count, linear in the score, would meet k.
 
-    Every third step bisects the keys instead, so that no distribution takes more than a few dozen.
+    Every sixth step halves the range of keys instead, which bounds the steps of any distribution.
     """
-    bisected = lo + ((hi - lo + 1) >> 1)
-    score_lo, score_hi = _score_of(lo.to(tl.int32)), _score_of(hi.to(tl.int32))
+    halved = (lo & hi) + ((lo ^ hi) >> 1) + 1
+    score_lo, score_hi = _score_of(lo), _score_of(hi)
     score = score_lo + (score_hi - score_lo) * (weight_lo / (weight_lo + weight_hi))
-    guess = tl.minimum(tl.maximum(_sortable(score).to(tl.int64), lo + 1), hi)
-    usable = (step % 3 != 2) & (tl.abs(score) < float("inf"))
-    return tl.where(usable, guess, bisected)
+    guess = tl.minimum(tl.maximum(_key_of(score), lo + 1), hi)
+    usable = (step % 6 != 5) & (tl.abs(score) <= FLOAT32_MAX)
+    return tl.where(usable, guess, halved)
 
 
 @triton.jit
-def _narrow(lo, hi, middle, count, k):
-    """A count above k raises lo, one below lowers hi; exactly k ends the search at once."""
-    hi = tl.where(count == k, middle, tl.where(count > k, hi, middle - 1))
-    return tl.where(count >= k, middle, lo), hi
+def _log_ratio(count, k):
+    return tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k)
 
 
 @triton.jit
-def _resident_threshold(b_key, floor, n, k):
-    """(threshold, keys above it) of keys held in registers.
+def _cut_ties(b_tie, last, ties, need):
+    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie."""
+    lo = tl.full((), -1, tl.int32)
+    hi = last
+    count_lo = tl.full((), 0, tl.int32)
+    count_hi = ties
+    step = tl.full((), 0, tl.int32)
+    while lo + 1 < hi:
+        part = (need - count_lo).to(tl.float32) / tl.maximum(count_hi - count_lo, 1)
+        guess = lo + ((hi - lo).to(tl.float32) * part).to(tl.int32)
+        guess = tl.where(step % 4 == 3, (lo + hi) >> 1, guess)
+        guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
+        count = -tl.sum((b_tie - guess - 1) >> 31)
+        lo = tl.where(count == need, guess - 1, tl.where(count > need, lo, guess))
+        hi = tl.where(count >= need, guess, hi)
+        count_lo = tl.where(count < need, count, count_lo)
+        count_hi = tl.where(count >= need, count, count_hi)
+        step += 1
+    return hi
 
-    At least k keys reach ``threshold``; unless exactly k do, it is the k-th largest key.
-    ``floor`` is a key that at least k keys reach, ``n`` about the number of valid keys.
+
+@triton.jit
+def _winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
+    """(mask of the k best of ``SIZE`` scores, a score that all of them reach).
+
+    Of equal scores those with the lower index ``b_i``, at most ``last``, win. ``floor`` is a score
+    that at least k reach, or -inf.
     """
-    b_valid = tl.where(b_key == -2147483648, 2147483647, b_key)
-    b_free = tl.where(b_key == 2147483647, -2147483648, b_key)
-    forced = tl.sum((b_key == 2147483647).to(tl.int32))
-    lo = tl.maximum(tl.min(b_valid), floor).to(tl.int64)
-    hi = tl.where(forced >= k, lo, tl.max(b_free).to(tl.int64))
-    lo = tl.where(forced >= k, 2147483647, lo)
-    weight_lo = tl.log2(tl.maximum(n, k + 1).to(tl.float32) / k)
-    weight_hi = tl.log2(k / tl.maximum(forced.to(tl.float32), 0.5))
+    forced = tl.sum((b_s == float("inf")).to(tl.int32))
+    finite = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
+    low = tl.minimum(tl.maximum(finite, floor), FLOAT32_MAX)
+    high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
+    count_lo = _count_reaching(b_s, low, SIZE)
+    count_hi = forced
+    lo = _key_of(low)
+    searched = (forced < k) & (count_lo > k)
+    hi = tl.where(searched, _key_of(high), lo)
+    weight_lo = tl.abs(_log_ratio(count_lo, k))
+    weight_hi = tl.abs(_log_ratio(forced, k))
     side = tl.full((), 0, tl.int32)
     step = tl.full((), 0, tl.int32)
     while lo < hi:
         middle = _probe(lo, hi, weight_lo, weight_hi, step)
-        count = tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
-        lo, hi = _narrow(lo, hi, middle, count, k)
-        # The end that moves gets its real weight; one that stays twice is pulled in (Illinois).
-        moved = tl.where(count > k, 1, -1)
-        gap = tl.abs(tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k))
+        count = _count_reaching(b_s, _score_of(middle), SIZE)
+        weight = tl.abs(_log_ratio(count, k))
+        # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
+        up = count >= k
+        moved = tl.where(up, 1, -1)
         stale = tl.where(moved == side, 0.5, 1.0)
-        weight_hi = tl.where(moved == 1, weight_hi * stale, gap)
-        weight_lo = tl.where(moved == 1, gap, weight_lo * stale)
+        weight_lo = tl.where(up, weight, weight_lo * stale)
+        weight_hi = tl.where(up, weight_hi * stale, weight)
+        count_lo = tl.where(up, count, count_lo)
+        count_hi = tl.where(up, count_hi, count)
+        lo = tl.where(up, middle, lo)
+        hi = tl.where(count == k, middle, tl.where(up, hi, middle - 1))
         side = moved
         step += 1
-    return lo.to(tl.int32), tl.sum((b_key > lo.to(tl.int32)).to(tl.int32))
+
+    above = count_hi
+    score = _score_of(lo)
+    if count_lo < k:
+        # Fewer than k are finite: the rest are -inf.
+        score = float("-inf") + tl.zeros_like(score)
+        above = count_lo
+        count_lo = tl.full((), SIZE, tl.int32)
+    if forced >= k:
+        score = float("inf") + tl.zeros_like(score)
+        above = tl.full((), 0, tl.int32)
+        count_lo = forced
+    cut = last
+    if count_lo != k:
+        b_tie = tl.where(b_s == score, b_i, 2147483647)
+        cut = _cut_ties(b_tie, last, count_lo - above, k - above)
+    return (b_s > score) | ((b_s == score) & (b_i <= cut)), score
 
 
 @triton.jit
-def _block_threshold(
-    p_max, num_blocks, k, forced_below, forced_from, BT: tl.constexpr, BLOCK: tl.constexpr
+def _store_winners(p_out, b_win, b_i, taken, k):
+    """Write the indices of winners in order, after ``taken`` others; returns how many there are."""
+    b_won = b_win.to(tl.int32)
+    b_wins = tl.sum(b_won, 1)
+    b_first = taken + tl.cumsum(b_wins, 0) - b_wins
+    o_w = b_first[:, None] + tl.cumsum(b_won, 1) - 1
+    tl.store(p_out + o_w, b_i, mask=b_win & (o_w < k))
+    return taken + tl.sum(b_wins)
+
+
+@triton.jit
+def _prune(
+    p_max, p_blocks, num_blocks, k, forced_below, forced_from, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """(threshold, blocks above it) over block maxima, as :func:`_resident_threshold`."""
-    lo = tl.full((), -2147483647, tl.int64)
-    above = tl.full((), 0, tl.int32)
-    threshold = tl.full((), 0, tl.int32)
-    if num_blocks <= BT:
-        # [BT]
-        b_key = _load_block_keys(
-            p_max, tl.arange(0, BT), num_blocks, forced_below, forced_from, BLOCK
-        )
-        threshold, above = _resident_threshold(b_key, -2147483647, num_blocks, k)
-    else:
-        hi = tl.full((), 2147483647, tl.int64)
-        while lo < hi:
-            middle = lo + ((hi - lo + 1) >> 1)
-            count = tl.full((), 0, tl.int32)
-            for i_t in range(0, num_blocks, BT):
-                o_b = i_t + tl.arange(0, BT)
-                b_key = _load_block_keys(p_max, o_b, num_blocks, forced_below, forced_from, BLOCK)
-                count += tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
-            lo, hi = _narrow(lo, hi, middle, count, k)
-        threshold = lo.to(tl.int32)
-        for i_t in range(0, num_blocks, BT):
-            o_b = i_t + tl.arange(0, BT)
-            b_key = _load_block_keys(p_max, o_b, num_blocks, forced_below, forced_from, BLOCK)
-            above += tl.sum((b_key > threshold).to(tl.int32))
-    return threshold, above
+    """List the k blocks that hold the k best units; returns a score that k units reach."""
+    C: tl.constexpr = 16
+    o_r = tl.arange(0, BT // C)
+    o_b = o_r[:, None] * C + tl.arange(0, C)[None, :]
+    # [BT / C, C]; rows are padded, so that they load whole.
+    b_s = tl.load(p_max + o_b, mask=(o_r * C < num_blocks)[:, None], other=float("-inf"))
+    forced = (o_b * BLOCK < forced_below) | ((o_b + 1) * BLOCK > forced_from)
+    b_s = _rankable(b_s, forced, o_b < num_blocks)
+    b_win, floor = _winners(b_s, o_b, float("-inf"), num_blocks - 1, k, BT)
+    _store_winners(p_blocks, b_win, o_b, 0, k)
+    return floor
 
 
 @triton.jit
-def _unit_threshold(
+def _load_units(
+    p_scores, b_block, m_b, n, forced_below, forced_from, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """(scores, units) [blocks, BLOCK]; ``WHOLE`` says that a row's last block is readable whole."""
+    o_u = b_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m_u = m_b[:, None] & (o_u < n)
+    if WHOLE:
+        b_s = tl.load(p_scores + o_u, mask=m_b[:, None], other=float("-inf"))
+    else:
+        b_s = tl.load(p_scores + o_u, mask=m_u, other=float("-inf"))
+    return _rankable(b_s, (o_u < forced_below) | (o_u >= forced_from), m_u), o_u
+
+
+@triton.jit
+def _take(
     p_scores,
     p_blocks,
+    p_out,
     pruned,
     floor,
     num_blocks,
@@ -188,39 +239,67 @@ def _unit_threshold(
     forced_from,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """(threshold, units above it) over candidate units, as :func:`_resident_threshold`."""
+    """Write the k best units of the listed blocks, or of all blocks if not ``pruned``."""
+    o_b = tl.arange(0, BT // BLOCK)
+    m_b = o_b < num_blocks
+    b_block = tl.load(p_blocks + o_b, mask=m_b & pruned, other=0)
+    b_block = tl.where(pruned, b_block, o_b)
+    # [BT / BLOCK, BLOCK]
+    b_s, o_u = _load_units(p_scores, b_block, m_b, n, forced_below, forced_from, BLOCK, WHOLE)
+    b_win, _ = _winners(b_s, o_u, floor, n - 1, k, BT)
+    _store_winners(p_out, b_win, o_u, 0, k)
+
+
+@triton.jit
+def _take_streamed(
+    p_scores,
+    p_out,
+    n,
+    k,
+    forced_below,
+    forced_from,
+    BT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Write the k best of any number of units, reading all of them at every step of a bisection."""
     ROWS: tl.constexpr = BT // BLOCK
+    num_blocks = tl.cdiv(n, BLOCK)
+    # Keys of -inf and +inf: at least k scores reach lo, fewer than k lie above hi.
+    lo = tl.full((), -2139095041, tl.int32)
+    hi = tl.full((), 2139095040, tl.int32)
     above = tl.full((), 0, tl.int32)
-    threshold = tl.full((), 0, tl.int32)
-    if num_blocks <= ROWS:
-        o_b = tl.arange(0, ROWS)
-        # [ROWS, BLOCK]
-        b_key, _ = _load_unit_keys(
-            p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK
-        )
-        threshold, above = _resident_threshold(b_key, floor, num_blocks * BLOCK, k)
-    else:
-        lo = floor.to(tl.int64)
-        hi = tl.full((), 2147483647, tl.int64)
-        while lo < hi:
-            middle = lo + ((hi - lo + 1) >> 1)
-            count = tl.full((), 0, tl.int32)
-            for i_t in range(0, num_blocks, ROWS):
-                o_b = i_t + tl.arange(0, ROWS)
-                b_key, _ = _load_unit_keys(
-                    p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK
-                )
-                count += tl.sum((b_key >= middle.to(tl.int32)).to(tl.int32))
-            lo, hi = _narrow(lo, hi, middle, count, k)
-        threshold = lo.to(tl.int32)
-        for i_t in range(0, num_blocks, ROWS):
-            o_b = i_t + tl.arange(0, ROWS)
-            b_key, _ = _load_unit_keys(
-                p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK
+    while lo < hi:
+        middle = (lo & hi) + ((lo ^ hi) >> 1) + 1
+        score = _score_of(middle)
+        count = tl.full((), 0, tl.int32)
+        for i_b in range(0, num_blocks, ROWS):
+            o_b = i_b + tl.arange(0, ROWS)
+            b_s, _ = _load_units(
+                p_scores, o_b, o_b < num_blocks, n, forced_below, forced_from, BLOCK, WHOLE
             )
-            above += tl.sum((b_key > threshold).to(tl.int32))
-    return threshold, above
+            count += tl.sum((b_s >= score).to(tl.int32))
+        above = tl.where(count >= k, above, count)
+        lo = tl.where(count >= k, middle, lo)
+        hi = tl.where(count >= k, hi, middle - 1)
+    score = _score_of(lo)
+    taken = tl.full((), 0, tl.int32)
+    tied = above
+    for i_b in range(0, num_blocks, ROWS):
+        o_b = i_b + tl.arange(0, ROWS)
+        # [ROWS, BLOCK]
+        b_s, o_u = _load_units(
+            p_scores, o_b, o_b < num_blocks, n, forced_below, forced_from, BLOCK, WHOLE
+        )
+        b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
+        b_ties = tl.sum(b_tie, 1)
+        b_before = tied + tl.cumsum(b_ties, 0) - b_ties
+        b_rank = b_before[:, None] + tl.cumsum(b_tie, 1)
+        b_win = (b_s > score) | ((b_tie != 0) & (b_rank <= k))
+        taken = _store_winners(p_out, b_win, o_u, taken, k)
+        tied += tl.sum(b_ties)
 
 
 @triton.jit
@@ -242,12 +321,13 @@ def select_topk_kernel(
     recent,
     H: tl.constexpr,
     UNIT: tl.constexpr,
-    BT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     if tl.load(reselect + i_r) != 0:
-        ROWS: tl.constexpr = BT // BLOCK
         tokens = tl.load(tail_start + i_r)
         n = tl.cdiv(tokens, UNIT)
         k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
@@ -263,64 +343,35 @@ def select_topk_kernel(
             p_blocks = block_list + i_rh * list_blocks
             p_out = out_indices + i_l * capacity
             num_blocks = tl.cdiv(n, BLOCK)
-            pruned = num_blocks > k
-            floor = tl.full((), -2147483647, tl.int32)
-            if pruned:
-                floor, above = _block_threshold(
-                    p_max, num_blocks, k, forced_below, forced_from, BT, BLOCK
-                )
-                taken = tl.full((), 0, tl.int32)
-                tied = tl.full((), 0, tl.int32)
-                for i_t in range(0, num_blocks, BT):
-                    o_b = i_t + tl.arange(0, BT)
-                    # [BT]
-                    b_key = _load_block_keys(
-                        p_max, o_b, num_blocks, forced_below, forced_from, BLOCK
-                    )
-                    b_tie = (b_key == floor).to(tl.int32)
-                    b_rank = above + tied + tl.cumsum(b_tie, 0)
-                    b_win = (b_key > floor) | ((b_tie != 0) & (b_rank <= k))
-                    o_w = taken + tl.cumsum(b_win.to(tl.int32), 0) - 1
-                    tl.store(p_blocks + o_w, o_b, mask=b_win & (o_w < k))
-                    taken += tl.sum(b_win.to(tl.int32))
-                    tied += tl.sum(b_tie)
-                num_blocks = k
-                # The list is read back by other threads of this program.
-                tl.debug_barrier()
-
-            threshold, above = _unit_threshold(
-                p_scores,
-                p_blocks,
-                pruned,
-                floor,
-                num_blocks,
-                n,
-                k,
-                forced_below,
-                forced_from,
-                BT,
-                BLOCK,
-            )
-            taken = tl.full((), 0, tl.int32)
-            tied = tl.full((), 0, tl.int32)
-            for i_t in range(0, num_blocks, ROWS):
-                o_b = i_t + tl.arange(0, ROWS)
-                # [ROWS, BLOCK]
-                b_key, o_u = _load_unit_keys(
-                    p_scores, p_blocks, pruned, o_b, num_blocks, n, forced_below, forced_from, BLOCK
-                )
-                b_tie = (b_key == threshold).to(tl.int32)
-                b_ties = tl.sum(b_tie, 1)
-                b_before = above + tied + tl.cumsum(b_ties, 0) - b_ties
-                b_rank = b_before[:, None] + tl.cumsum(b_tie, 1)
-                b_win = (b_key > threshold) | ((b_tie != 0) & (b_rank <= k))
-                b_won = b_win.to(tl.int32)
-                b_wins = tl.sum(b_won, 1)
-                b_first = taken + tl.cumsum(b_wins, 0) - b_wins
-                o_w = b_first[:, None] + tl.cumsum(b_won, 1) - 1
-                tl.store(p_out + o_w, o_u, mask=b_win & (o_w < k))
-                taken += tl.sum(b_wins)
-                tied += tl.sum(b_ties)
+            # A quarter of the tile is enough for short rows, at a quarter of the work.
+            SB: tl.constexpr = BB // 4
+            SU: tl.constexpr = BU // 4
+            if n <= SU:
+                _take(
+                    p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
+                    forced_below, forced_from, SU, BLOCK, WHOLE,
+                )  # fmt: skip
+            elif (n > BU) & ((num_blocks > BB) | (k * BLOCK > BU)):
+                _take_streamed(p_scores, p_out, n, k, forced_below, forced_from, BU, BLOCK, WHOLE)
+            else:
+                pruned = n > BU
+                floor = tl.full((), float("-inf"), tl.float32)
+                if pruned:
+                    if num_blocks <= SB:
+                        floor = _prune(
+                            p_max, p_blocks, num_blocks, k, forced_below, forced_from, SB, BLOCK
+                        )
+                    else:
+                        floor = _prune(
+                            p_max, p_blocks, num_blocks, k, forced_below, forced_from, BB, BLOCK
+                        )
+                    num_blocks = k
+                    # The list is read back by other threads of this program.
+                    tl.debug_barrier()
+                _take(
+                    p_scores, p_blocks, p_out, pruned, floor, num_blocks, n, k,
+                    forced_below, forced_from, BU, BLOCK, WHOLE,
+                )  # fmt: skip
 
 
 def select_topk_triton(
@@ -353,7 +404,7 @@ def select_topk_triton(
             BT=BLOCK_MAX_TILE,
             BLOCK=BLOCK_UNITS,
         )
-    tile, warps = _tile_and_warps(width)
+    tile_blocks, tile_units, warps = _tiles(width, capacity)
     select_topk_kernel[(rows * heads,)](
         scores,
         workspace.block_max,
@@ -372,7 +423,9 @@ def select_topk_triton(
         recent,
         H=heads,
         UNIT=unit,
-        BT=tile,
+        BB=tile_blocks,
+        BU=tile_units,
         BLOCK=BLOCK_UNITS,
+        WHOLE=width % BLOCK_UNITS == 0,
         num_warps=warps,
     )

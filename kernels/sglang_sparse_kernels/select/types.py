@@ -8,13 +8,20 @@ import torch
 BLOCK_UNITS = 8
 """Units whose largest score is kept, so that selection can skip blocks that cannot win."""
 
+_ALIGN = 16
+
+
+def padded_blocks(max_units: int) -> int:
+    """Width of a row of block maxima: rows start aligned, so that they load in wide accesses."""
+    return -(-max_units // (BLOCK_UNITS * _ALIGN)) * _ALIGN
+
 
 @dataclass(frozen=True)
 class TopkWorkspace:
     """Fixed-capacity scratch of :func:`sglang_sparse_kernels.select_topk`, R rows, H KV heads.
 
     Attributes:
-        block_max: [R, H, ceil(max_units / 8)] float32, largest score of every 8 units.
+        block_max: [R, H, padded_blocks(max_units)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner.
     """
 
@@ -34,7 +41,7 @@ def topk_workspace_bytes(
     max_rows: int, num_kv_heads: int, max_units: int, capacity_units: int
 ) -> int:
     """Bytes that :func:`make_topk_workspace` allocates."""
-    blocks = -(-max_units // BLOCK_UNITS)
+    blocks = padded_blocks(max_units)
     return 4 * max_rows * num_kv_heads * (blocks + min(blocks, capacity_units))
 
 
@@ -54,7 +61,7 @@ def make_topk_workspace(
         capacity_units: units a list holds.
         device: where it lives.
     """
-    blocks = -(-max_units // BLOCK_UNITS)
+    blocks = padded_blocks(max_units)
     shape = (max_rows, num_kv_heads)
     return TopkWorkspace(
         block_max=torch.zeros((*shape, blocks), dtype=torch.float32, device=device),

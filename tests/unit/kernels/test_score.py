@@ -10,6 +10,7 @@ from sglang_sparse_kernels import (
     BLOCK_UNITS,
     PlaneBuffers,
     dequantize_sketch,
+    padded_blocks,
     page_minmax_score,
     select_channels,
     sketch_score,
@@ -122,7 +123,7 @@ def outputs(batch: Batch, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (len(batch.lengths), batch.heads)
     width = score_width(batch, unit)
     scores = torch.full((*shape, width), UNTOUCHED, device=DEVICE)
-    block_max = torch.full((*shape, -(-width // BLOCK_UNITS)), UNTOUCHED, device=DEVICE)
+    block_max = torch.full((*shape, padded_blocks(width)), UNTOUCHED, device=DEVICE)
     return scores, block_max
 
 

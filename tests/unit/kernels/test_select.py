@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Top-k selection: the definition against Python's sort, the kernel equal to the definition."""
 
+import math
+
 import pytest
 import torch
 from kernel_cases import DEVICE, NAN, Batch
@@ -15,7 +17,8 @@ def naive_topk(scores: list[float], kept: int, below: int, start: int) -> list[i
 
     def rank(index: int) -> tuple[bool, float, int]:
         forced = index < below or index >= start
-        return (not forced, 0.0 if forced else -scores[index], index)
+        score = float("-inf") if math.isnan(scores[index]) else scores[index]
+        return (not forced, 0.0 if forced else -score, index)
 
     return sorted(sorted(range(len(scores)), key=rank)[:kept])
 
@@ -37,6 +40,8 @@ def random_scores(batch: Batch, kind: str, width: int) -> torch.Tensor:
         scores = scores * 1e-3 + torch.linspace(0, 1e6, width)
     elif kind == "tiny":
         scores = scores * 1e-41
+    elif kind == "hidden":
+        scores = torch.where(scores > 1.2, NAN, scores)
     for row in range(len(batch.lengths)):
         scores[row, :, -(-int(batch.plan.tail_start[row]) // batch.unit) :] = NAN
     return scores.to(DEVICE)
@@ -78,7 +83,7 @@ def check_lists(batch: Batch, scores: torch.Tensor, got: tuple, sink: int, recen
         assert (indices[target] == STALE).all()
 
 
-KINDS = ("normal", "ties", "constant", "zeros", "infinite", "clustered", "tiny")
+KINDS = ("normal", "ties", "constant", "zeros", "infinite", "clustered", "tiny", "hidden")
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -129,15 +134,19 @@ def test_fewer_slots_than_forced_units_keep_the_lowest(impl: str) -> None:
     check_lists(batch, scores, select(batch, scores, impl, sink=4, recent=8), 4, 8)
 
 
-@pytest.mark.parametrize("kind", ["normal", "constant"])
-def test_inputs_longer_than_a_tile_are_searched_in_pieces(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "tiles", [(64, 256, 4), (64, 512, 4), (512, 512, 4), (1024, 512, 4)], ids=str
+)
+def test_tiles_of_any_size_give_the_same_lists(
+    kind: str, tiles: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_sparse_kernels.select import kernel
 
-    monkeypatch.setattr(kernel, "MAX_TILE", 64)
-    batch = Batch([1500, 700], budget=50, heads=1, capacity=80, seed=5)
-    scores = random_scores(batch, kind, 1501)
+    monkeypatch.setattr(kernel, "_tiles", lambda *_: tiles)
+    """Tiles too small for the row are streamed, others prune in either of two sizes."""
+    batch = Batch([1500, 700, 200], budget=50, heads=1, capacity=80, seed=5)
+    scores = random_scores(batch, kind, 1501 + 3 * (tiles[1] == 256))
     check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
 
 
@@ -146,7 +155,7 @@ def test_block_maxima_of_the_score_kernel_are_trusted() -> None:
     scores = random_scores(batch, "normal", 600)
     workspace = make_topk_workspace(1, 1, 600, 16, DEVICE)
     filled = scores.nan_to_num(nan=float("-inf"))
-    workspace.block_max.copy_(filled.view(1, 1, -1, 8).amax(-1))
+    workspace.block_max[..., :75].copy_(filled.view(1, 1, -1, 8).amax(-1))
     indices = torch.full((batch.list_rows, 1, 16), STALE, dtype=torch.int32, device=DEVICE)
     counts = torch.full((batch.list_rows, 1), STALE, dtype=torch.int32, device=DEVICE)
     select_topk(

@@ -7,12 +7,12 @@ from error_budget import UNIT_ROUNDOFF
 from kernel_cases import DEVICE, NAN, Batch, Guarded
 
 from sglang_sparse_kernels import (
-    BLOCK_UNITS,
     DecodePlan,
     PlaneBuffers,
     TopkWorkspace,
     gathered_decode_attention,
     make_workspace,
+    padded_blocks,
     page_minmax_score,
     plan_decode,
     select_channels,
@@ -37,7 +37,7 @@ class Decoder:
         self.channels = full((*state, 16), 2**30, torch.int32)
         self.indices = full((*state, batch.capacity), 2**30, torch.int32)
         self.counts = full(state, 2**30, torch.int32)
-        blocks = -(-width // BLOCK_UNITS)
+        blocks = padded_blocks(width)
         self.topk = TopkWorkspace(
             full((rows, batch.heads, blocks), -77.0, torch.float32),
             full((rows, batch.heads, min(blocks, batch.capacity)), 2**30, torch.int32),
