@@ -46,7 +46,7 @@ def gathered_decode_attention(
         v_buffer: the same.
         plan: R rows.
         indices: int32 [list rows, H, capacity], logical units, distinct within a list.
-        counts: int32 [list rows, H].
+        counts: int32 [list rows, H]; entries of a list past k_units are not attended to.
         unit: tokens a unit.
         page_size: tokens a physical page (P).
         sm_scale: factor on q.k, usually 1 / sqrt(D).

@@ -54,11 +54,12 @@ def attend_split_kernel(
     m_g = o_g < G
     i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_h
     tail = tl.load(tail_start + i_r)
-    listed = 0
-    if tl.load(k_units + i_r) > 0:
-        listed = tl.minimum(tl.load(counts + i_l), capacity) * UNIT
-    # One sequence of tokens: the listed units, then the tail.
-    total = listed + tl.load(seq_lens + i_r) - tail
+    tail_tokens = tl.load(seq_lens + i_r) - tail
+    listed = tl.minimum(tl.load(k_units + i_r), capacity) * UNIT
+    counted = tl.load(counts + i_l) * UNIT
+    # One sequence of tokens: the tail, then the list. Its split follows from the plan alone, so
+    # that indices load while the count, which may be lower, is on its way.
+    total = tail_tokens + listed
     share = tl.cdiv(tl.cdiv(total, SPLITS), 16) * 16
     first = i_s * share
     last = tl.minimum(first + share, total)
@@ -74,12 +75,12 @@ def attend_split_kernel(
     p_list = indices + i_l * capacity
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
         o_n = i_n + tl.arange(0, BN)
-        m_list = o_n < listed
-        m_n = o_n < last
+        m_tail, m_n = o_n < tail_tokens, o_n < last
+        o_l = o_n - tail_tokens
         # [BN]
-        b_unit = tl.load(p_list + o_n // UNIT, mask=m_n & m_list, other=0)
-        b_pos = tl.where(m_list, b_unit * UNIT + o_n % UNIT, tail + o_n - listed)
-        m_n &= ((b_pos >= 0) & (b_pos < tail)) | (o_n >= listed)
+        b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
+        b_pos = tl.where(m_tail, tail + o_n, b_unit * UNIT + o_l % UNIT)
+        m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
         # [BN]
         b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0).to(tl.int64)
         o_kv = ((b_page * PAGE + b_pos % PAGE) * H + i_h) * D

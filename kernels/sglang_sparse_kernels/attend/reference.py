@@ -35,7 +35,7 @@ def gathered_decode_attention_reference(
         visible = torch.ones_like(positions, dtype=torch.bool)
         if plan.k_units[row] > 0:
             state = int(plan.list_rows[row])
-            listed = int(counts[state].max())
+            listed = min(int(plan.k_units[row]), indices.shape[2])
             units = indices[state, :, :listed].long()
             in_list = torch.arange(listed, device=device) < counts[state][:, None]
             selected = (units[..., None] * unit + within).flatten(1)

@@ -16,8 +16,10 @@ from ..triton_ops import dot
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 512
 SKETCH_CTAS_PER_SM = 4
+SKETCH_WARPS = 4
 MINMAX_TILE_UNITS = 64
 MINMAX_CTAS_PER_SM = 3
+MINMAX_WARPS = 4
 
 
 def _splits(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
@@ -117,14 +119,16 @@ def sketch_score_kernel(
     CHOOSE: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    # What the row's plan says is read at once, not one answer after the other.
     scored = tl.load(reselect + i_r) != 0
     fresh = (tl.load(refresh + i_r) != 0) & CHOOSE
-    if (scored | fresh) & (tl.load(k_units + i_r) > 0):
+    sparse = tl.load(k_units + i_r) > 0
+    n = tl.where(scored, tl.load(tail_start + i_r), 0)
+    i_l = tl.load(list_rows + i_r).to(tl.int64)
+    if (scored | fresh) & sparse:
         BT: tl.constexpr = BP * PAGE
-        n = tl.where(scored, tl.load(tail_start + i_r), 0)
         o_g, o_c, o_p = tl.arange(0, BG), tl.arange(0, BC), tl.arange(0, PAGE)
         m_c = o_c < KEPT
-        i_l = tl.load(list_rows + i_r).to(tl.int64)
         p_c = channels + (i_l * H + i_h) * KEPT
         # [BC]
         b_c = tl.load(p_c + o_c, mask=m_c, other=0)
@@ -209,9 +213,10 @@ def page_minmax_score_kernel(
     SUM: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
+    scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
+    n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
+    if scored & sparse:
         PER_PAGE: tl.constexpr = PAGE // UNIT
-        n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = o_d < D
         p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[None, :] * D + o_d[:, None]
@@ -320,7 +325,7 @@ def sketch_score_triton(
         BLOCK=BLOCK_UNITS,
         SUM=reduce == "sum",
         CHOOSE=choose_channels,
-        num_warps=4,
+        num_warps=SKETCH_WARPS,
     )
 
 
@@ -366,5 +371,5 @@ def page_minmax_score_triton(
         BU=MINMAX_TILE_UNITS,
         BLOCK=BLOCK_UNITS,
         SUM=reduce == "sum",
-        num_warps=4,
+        num_warps=MINMAX_WARPS,
     )

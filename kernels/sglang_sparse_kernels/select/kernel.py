@@ -327,11 +327,13 @@ def select_topk_kernel(
     WHOLE: tl.constexpr,
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
-    if tl.load(reselect + i_r) != 0:
-        tokens = tl.load(tail_start + i_r)
-        n = tl.cdiv(tokens, UNIT)
-        k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
-        i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    # What the row's plan says is read at once, not one answer after the other.
+    reselected = tl.load(reselect + i_r) != 0
+    tokens = tl.load(tail_start + i_r)
+    n = tl.cdiv(tokens, UNIT)
+    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    if reselected:
         tl.store(out_counts + i_l, k)
         if k > 0:
             forced_below = tl.cdiv(sink, UNIT)
