@@ -123,10 +123,13 @@ class Case:
         self.topk: TopkWorkspace = make_topk_workspace(
             rows, shape.heads, units, self.capacity, device
         )
-        self.workspace = make_workspace(
-            rows, shape.heads * shape.group, shape.heads, shape.dim, device
-        )
+        self.make_workspace()
         self.step(self.layers[0])
+
+    def make_workspace(self) -> None:
+        """Allocate the workspace of attention, as the current launch heuristics need it."""
+        s = self.shape
+        self.workspace = make_workspace(s.batch, s.heads * s.group, s.heads, s.dim, self.device)
 
     def _random_layer(self) -> LayerData:
         s = self.shape

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time operators alone, and sweep the launch heuristics of scoring and attention.
+
+``python kernels/bench/operators.py --out results.json [--compile-only]``
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import RECENT, SINK, Case, Shape
+from run import UNITS, rotation
+from timing import copy_bandwidth, time_calls
+
+from sglang_sparse_kernels import BLOCK_UNITS, DecodePlan, make_topk_workspace, select_topk
+from sglang_sparse_kernels.attend import kernel as attend_kernel
+from sglang_sparse_kernels.attend import types as attend_types
+from sglang_sparse_kernels.score import kernel as score_kernel
+
+HEADS = 8
+BUDGET = 2048
+SCORES = ("normal", "clustered", "tied")
+SKETCH_SWEEP = ((512, 4, 4), (512, 6, 4), (1024, 3, 4), (1024, 2, 8), (256, 8, 4), (256, 12, 2))
+MINMAX_SWEEP = ((64, 3, 4), (128, 2, 4), (128, 2, 8), (32, 6, 4))
+ATTEND_SWEEP = (
+    (64, 3, 4, 3),
+    (64, 2, 4, 4),
+    (64, 4, 4, 3),
+    (128, 2, 8, 2),
+    (32, 3, 4, 5),
+    (32, 3, 2, 6),
+)
+
+
+class Report:
+    """Timed rows; with ``compile_only`` every call runs once and nothing is timed."""
+
+    def __init__(self, compile_only: bool) -> None:
+        self.compile_only = compile_only
+        self.bandwidth = 0.0 if compile_only else copy_bandwidth()
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, calls: list[Callable[[], None]], moved: float, **facts: Any) -> None:
+        """Time ``calls``, which each have to move ``moved`` bytes."""
+        if self.compile_only:
+            calls[0]()
+            torch.cuda.synchronize()
+            return
+        times = time_calls(calls, replays=10)
+        share = moved / self.bandwidth * 1e6 / times["us"]
+        self.rows.append({"name": name} | facts | times | {"of_copy_bandwidth": share})
+        print(f"{name:14} {facts} {times['us']:.2f} us, {share:.0%} of copy", flush=True)
+
+
+def scores_of(kind: str, rows: int, units: int) -> torch.Tensor:
+    """Scores [rows, HEADS, units]: independent, drifting along the context, or all equal."""
+    shape = (rows, HEADS, units)
+    if kind == "tied":
+        return torch.zeros(shape, device="cuda")
+    scores = torch.randn(shape, device="cuda")
+    if kind == "clustered":
+        scores = scores * 0.1 + torch.linspace(0, 4, units, device="cuda")
+    return scores
+
+
+def time_topk(report: Report, batch: int, units: int, kind: str) -> None:
+    """select_topk alone, checked against its reference, and FlashInfer's top-k if it is there."""
+    plan = DecodePlan.allocate(batch, 1, "cuda")
+    plan.tail_start.fill_(units)
+    plan.k_units.fill_(BUDGET)
+    plan.reselect.fill_(1)
+    plan.list_rows.copy_(torch.arange(batch))
+    scores = scores_of(kind, batch, units)
+    workspace = make_topk_workspace(batch, HEADS, units, BUDGET, "cuda")
+    indices = torch.zeros((batch, HEADS, BUDGET), dtype=torch.int32, device="cuda")
+    counts = torch.zeros((batch, HEADS), dtype=torch.int32, device="cuda")
+
+    def select(impl: str, has_block_max: bool) -> None:
+        select_topk(
+            scores, plan, unit=1, sink=SINK, recent=RECENT, out_indices=indices,
+            out_counts=counts, workspace=workspace, has_block_max=has_block_max, impl=impl,
+        )  # fmt: skip
+
+    select("triton", has_block_max=False)
+    got = indices.clone()
+    select("torch", has_block_max=False)
+    assert torch.equal(got, indices), f"select_topk is wrong: {batch} x {units}, {kind}"
+    facts = {"rows": batch * HEADS, "units": units, "scores": kind}
+    moved = batch * HEADS * (4 * units / BLOCK_UNITS + 4 * BUDGET * (BLOCK_UNITS + 1))
+    report.add("select_topk", [partial(select, "triton", True)] * 8, moved, **facts)
+    if kind == "normal" and not report.compile_only:
+        import flashinfer
+
+        flat = scores.flatten(0, 1)
+        report.add("flashinfer", [lambda: flashinfer.top_k(flat, BUDGET)] * 8, moved, **facts)
+
+
+def sweep(report: Report, context: int, batch: int) -> None:
+    """Scores and attention at one shape under different launch heuristics."""
+    shape = Shape(context=context, batch=batch)
+    rows = batch * HEADS
+    for name, unit in UNITS.items():
+        case = Case(shape, 2 if batch > 1 else rotation(shape), unit, torch.device("cuda"))
+        units = -(-(context - 1) // unit)
+        per_unit = 16 if unit == 1 else 2 * shape.dim * shape.dtype.itemsize
+        moved = rows * units * (per_unit + 4 + 4 / BLOCK_UNITS)
+        prefix = "SKETCH" if unit == 1 else "MINMAX"
+        tile_name = "SKETCH_TILE_TOKENS" if unit == 1 else "MINMAX_TILE_UNITS"
+        for tile, ctas, warps in SKETCH_SWEEP if unit == 1 else MINMAX_SWEEP:
+            setattr(score_kernel, tile_name, tile)
+            setattr(score_kernel, f"{prefix}_CTAS_PER_SM", ctas)
+            setattr(score_kernel, f"{prefix}_WARPS", warps)
+            calls = [partial(case.score, layer) for layer in case.layers]
+            facts = {"context": context, "batch": batch, "tile": tile, "ctas": ctas, "warps": warps}
+            report.add(f"{name} score", calls, moved, **facts)
+        if unit > 1:
+            continue
+        case.plan.refresh.zero_()
+        report.add("no refresh", [partial(case.score, layer) for layer in case.layers], moved)
+        for tile, stages, warps, ctas in ATTEND_SWEEP:
+            attend_kernel.TILE_TOKENS, attend_kernel.STAGES = tile, stages
+            attend_kernel.WARPS, attend_types.CTAS_PER_SM = warps, ctas
+            case.make_workspace()
+            calls = [partial(case.attend, layer) for layer in case.layers]
+            facts = {"context": context, "batch": batch, "tile": tile, "stages": stages}
+            facts |= {"warps": warps, "ctas": ctas}
+            report.add("attend", calls, shape.selected_bytes, **facts)
+        del case
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """Run everything and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
+    parser.add_argument("--compile-only", action="store_true", help="fill the compile cache")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    report = Report(args.compile_only)
+    try:
+        for units in (8192, 32_768, 131_072):
+            for batch in (1, 16):
+                for kind in SCORES:
+                    time_topk(report, batch, units, kind)
+        for context, batch in ((32_768, 1), (131_072, 16)):
+            sweep(report, context, batch)
+    finally:
+        args.out.write_text(json.dumps(report.rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
