@@ -24,7 +24,7 @@ from sglang_sparse_kernels.score import kernel as score_kernel
 HEADS = 8
 BUDGET = 2048
 SCORES = ("normal", "clustered", "tied")
-SKETCH_SWEEP = ((512, 4, 4), (512, 6, 4), (1024, 3, 4), (1024, 2, 8), (256, 8, 4), (256, 12, 2))
+SKETCH_SWEEP = ((512, 4, 4), (1024, 4, 4), (1024, 3, 4), (2048, 3, 4), (512, 8, 2), (1024, 6, 2))
 MINMAX_SWEEP = ((64, 3, 4), (128, 2, 4), (128, 2, 8), (32, 6, 4))
 ATTEND_SWEEP = (
     (64, 3, 4, 3),

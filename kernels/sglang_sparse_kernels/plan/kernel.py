@@ -105,7 +105,7 @@ def plan_decode_kernel(
         tl.store(out_reselect + i_r, tl.where(phase == 0, sparse, 0))
         tl.store(out_refresh + i_r, tl.where(age % refresh_every == 0, sparse, 0))
         tl.store(out_list_rows + i_r, i_req.to(tl.int32))
-        tl.store(out_update_start + i_r, seq_len - 1)
+        tl.store(out_update_start + i_r, tl.maximum(seq_len - 1, 0))
 
 
 def snapshot_page_table_triton(

@@ -65,4 +65,4 @@ def plan_decode_reference(
     plan.reselect.copy_(sparse & (phase == 0))
     plan.refresh.copy_(sparse & (age % refresh_every == 0))
     plan.list_rows.copy_(req_pool_indices)
-    plan.update_start.copy_(lens - 1)
+    plan.update_start.copy_((lens - 1).clamp(min=0))
