@@ -53,7 +53,7 @@ class Report:
         times = time_calls(calls, replays=10)
         share = moved / self.bandwidth * 1e6 / times["us"]
         self.rows.append({"name": name} | facts | times | {"of_copy_bandwidth": share})
-        print(f"{name:14} {facts} {times['us']:.2f} us, {share:.0%} of copy", flush=True)
+        print(f"{name:16} {facts} {times['us']:.2f} us, {share:.0%} of copy", flush=True)
 
 
 def scores_of(kind: str, rows: int, units: int) -> torch.Tensor:
@@ -92,11 +92,16 @@ def time_topk(report: Report, batch: int, units: int, kind: str) -> None:
     facts = {"rows": batch * HEADS, "units": units, "scores": kind}
     moved = batch * HEADS * (4 * units / BLOCK_UNITS + 4 * BUDGET * (BLOCK_UNITS + 1))
     report.add("select_topk", [partial(select, "triton", True)] * 8, moved, **facts)
-    if kind == "normal" and not report.compile_only:
-        import flashinfer
 
-        flat = scores.flatten(0, 1)
-        report.add("flashinfer", [lambda: flashinfer.top_k(flat, BUDGET)] * 8, moved, **facts)
+
+def time_flashinfer_topk(report: Report, batch: int, units: int) -> None:
+    """FlashInfer's top-k of whole rows, for comparison; it has no forced units and no lengths."""
+    import flashinfer
+
+    flat = scores_of("normal", batch, units).flatten(0, 1)
+    facts = {"rows": batch * HEADS, "units": units, "scores": "normal"}
+    calls = [lambda: flashinfer.top_k(flat, BUDGET)] * 8
+    report.add("flashinfer.top_k", calls, flat.nbytes, **facts)
 
 
 def sweep(report: Report, context: int, batch: int) -> None:
@@ -149,6 +154,11 @@ def main() -> None:
         for context, batch in ((32_768, 1), (131_072, 16)):
             sweep(report, context, batch)
     finally:
+        args.out.write_text(json.dumps(report.rows, indent=1) + "\n")
+    if not args.compile_only:
+        for units in (8192, 32_768, 131_072):
+            for batch in (1, 16):
+                time_flashinfer_topk(report, batch, units)
         args.out.write_text(json.dumps(report.rows, indent=1) + "\n")
 
 

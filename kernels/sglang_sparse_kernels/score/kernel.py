@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 """Triton implementation of channel selection and of the two scores."""
 
 import math
