@@ -33,7 +33,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "layers": {"selecting": len(backend.programs), "dense": total - len(backend.programs)},
         "plane_bytes": planes,
         "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
-        "state_bytes": int(backend.buffers.nbytes()),
+        "state_bytes": backend.state_bytes(),
         "decode_steps": dict(backend.steps),
         "fidelity": None if backend.probe is None else backend.probe.report(),
         "sglang": compat.sglang_version(),

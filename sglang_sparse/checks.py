@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 BACKEND = "sparse"
+MAX_GROUP = 16  # query heads a KV head that the kernels take
 
 _OFF = (None, False)
 
@@ -35,11 +36,6 @@ ATTENTION_RULES = (
     Rule("lora_paths", (None, [], {}), "LoRA graphs take the graph variant of sparse decode"),
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
     Rule("enable_torch_compile", _OFF, "the backend cannot be traced"),
-    Rule(
-        "cuda_graph_backend_prefill",
-        (None, "disabled", "breakable"),
-        "planes are updated between the segments of a prefill graph",
-    ),
 )
 
 
@@ -59,16 +55,7 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
     Raises:
         ConfigError: names the first offending flag.
     """
-    for rule in (*RULES, *ATTENTION_RULES):
-        value = getattr(args, rule.field, rule.allowed[0])
-        if value not in rule.allowed:
-            raise ConfigError(
-                flag=rule.flag,
-                value=str(value),
-                problem=rule.why,
-                allowed=rule.allowed_text,
-                remedy=rule.remedy,
-            )
+    _check_rules(args)
     switch = unsupported_switch()
     if switch is not None:
         name, why = switch
@@ -82,6 +69,68 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
             f"unset or {config.page_size}",
             "set page_size (16, 32 or 64) in --sparse-config instead",
         )
+
+
+def check_resolved(server_args: Any, config: SparseConfig) -> None:
+    """Refuse what only SGLang's own resolution of the flags brought about.
+
+    SGLang rewrites flags for some models and lets some be set in several ways, so that what was
+    fine before can differ from what will be served.
+
+    Raises:
+        ConfigError: names the setting and what it became.
+    """
+    _check_rules(server_args)
+    if server_args.attention_backend != BACKEND:
+        raise refuse(
+            "--model-path",
+            server_args.model_path,
+            "models that leave the backend to the user",
+            f"SGLang serves this one with {server_args.attention_backend} only: serve it dense",
+        )
+    if server_args.page_size != config.page_size:
+        raise refuse(
+            "--model-path",
+            server_args.model_path,
+            f"models served with pages of {config.page_size} tokens",
+            f"SGLang sets {server_args.page_size} for this one: serve it dense",
+        )
+    graphs = server_args.cuda_graph_config
+    for phase, backend, fine in (
+        ("prefill", graphs.prefill.backend, ("disabled", "breakable")),
+        ("decode", graphs.decode.backend, ("disabled", "full")),
+    ):
+        if backend not in fine:
+            raise refuse(
+                f"--cuda-graph-backend-{phase}",
+                backend,
+                " or ".join(fine),
+                f"set it to {fine[1]}: plans and plane updates need it",
+            )
+    on_cpu = server_args.device == "cpu"
+    inner = ("auto", "torch_native") if on_cpu else ("auto", "flashinfer", "triton")
+    if config.inner not in inner:
+        raise refuse(
+            "--sparse-config",
+            f"inner={config.inner}",
+            " or ".join(inner),
+            f"set inner to auto: this server runs on {server_args.device}",
+        )
+    if not on_cpu and server_args.dtype in ("float32", "float"):
+        raise refuse("--dtype", server_args.dtype, "auto, bfloat16 or float16", "drop it")
+
+
+def _check_rules(args: Any) -> None:
+    for rule in (*RULES, *ATTENTION_RULES):
+        value = getattr(args, rule.field, rule.allowed[0])
+        if value not in rule.allowed:
+            raise ConfigError(
+                flag=rule.flag,
+                value=str(value),
+                problem=rule.why,
+                allowed=rule.allowed_text,
+                remedy=rule.remedy,
+            )
 
 
 def check_model(model: ModelConfig, model_path: str) -> None:
@@ -127,6 +176,14 @@ def check_model(model: ModelConfig, model_path: str) -> None:
         )
     if getattr(model, "v_head_dim", model.head_dim) != model.head_dim:
         raise refuse("--model-path", model_path, "equal key and value head_dim", "serve it dense")
+    group = model.num_attention_heads // model.get_total_num_kv_heads()
+    if group > MAX_GROUP:
+        raise refuse(
+            "--model-path",
+            model_path,
+            f"1 to {MAX_GROUP} query heads a KV head",
+            f"this model has {group}: serve it dense",
+        )
     if not model.is_generation:
         raise refuse(
             "--model-path",

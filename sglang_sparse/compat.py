@@ -75,6 +75,7 @@ def read_model_config(args: argparse.Namespace) -> ModelConfig:
             ("is_embedding", "is_embedding"),
             ("dtype", "dtype"),
             ("quantization", "quantization"),
+            ("model_config_parser", "model_config_parser"),
         )
         if getattr(args, flag, None) is not None
     }
@@ -107,6 +108,26 @@ def has_recurrent_layers(model: ModelConfig) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model) is not None
+
+
+def captures_decode(server_args: Any) -> bool:
+    """True if decode will be captured in CUDA graphs.
+
+    Seam: ``ServerArgs.cuda_graph_config``; the older ``disable_cuda_graph`` only folds into it.
+    """
+    return (
+        server_args.device != "cpu" and server_args.cuda_graph_config.decode.backend != "disabled"
+    )
+
+
+def attention_layer_ids(model: Any) -> set[int]:
+    """Ids of the layers that attend through the KV pool.
+
+    Seam: ``layers/radix_attention.py: RadixAttention``, as a module of ``ModelRunner.model``.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    return {m.layer_id for m in model.modules() if isinstance(m, RadixAttention)}
 
 
 def current_server_args() -> Any:

@@ -4,14 +4,15 @@ validated :class:`~sglang_sparse.launch.SparseLaunch` on SGLang's ``ServerArgs``
 
 from __future__ import annotations
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat, hooks
-from sglang_sparse.checks import BACKEND, check_flags, check_model
+from sglang_sparse.checks import BACKEND, check_flags, check_model, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.launch import SparseLaunch, attach
 
@@ -42,12 +43,9 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: Namespace) -> A
     """AROUND hook on ``ServerArgs.from_cli_args``; ends the process with one line on bad input."""
     try:
         launch = prepare(args)
-        server_args = original(cls, args)
+        return finish(original(cls, args), launch)
     except ConfigError as error:
         sys.exit(f"sglang-sparse: error: {error}")
-    if launch is not None:
-        attach(server_args, launch)
-    return server_args
 
 
 def engine_server_args(**kwargs: Any) -> Any:
@@ -59,6 +57,8 @@ def engine_server_args(**kwargs: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     defaults = {f.name: None if f.default is MISSING else f.default for f in fields(ServerArgs)}
+    if isinstance(kwargs.get(CONFIG), Mapping):
+        kwargs[CONFIG] = json.dumps(kwargs[CONFIG])
     args = Namespace(**{METHOD: None, CONFIG: None, **defaults, **kwargs})
     before = dict(vars(args))
     launch = prepare(args)
@@ -66,8 +66,17 @@ def engine_server_args(**kwargs: Any) -> Any:
     for name in (METHOD, CONFIG):
         kwargs.pop(name, None)
         changed.pop(name, None)
-    server_args = ServerArgs(**{**kwargs, **changed})
+    return finish(ServerArgs(**{**kwargs, **changed}), launch)
+
+
+def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
+    """Check what SGLang made of the flags, then hand the configuration on.
+
+    Raises:
+        ConfigError: SGLang resolved something to what cannot be served.
+    """
     if launch is not None:
+        check_resolved(server_args, launch.config)
         attach(server_args, launch)
     return server_args
 

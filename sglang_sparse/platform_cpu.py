@@ -48,6 +48,8 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """Switch off what needs an accelerator, unless the user already did."""
         server_args.disable_cuda_graph = True
+        for phase in (server_args.cuda_graph_config.decode, server_args.cuda_graph_config.prefill):
+            phase.backend = "disabled"
         server_args.disable_overlap_schedule = True
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"

@@ -27,11 +27,9 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
     return PlaneSpec(key_sketch=score.storage)
 
 
-def implementation() -> Impl:
-    """``torch`` on the CPU platform, ``triton`` elsewhere; decided once, never a fallback."""
-    import torch
-
-    return "triton" if torch.cuda.is_available() else "torch"
+def implementation(device: str) -> Impl:
+    """``torch`` on a CPU, ``triton`` elsewhere; follows the server's device, never a fallback."""
+    return "torch" if device == "cpu" else "triton"
 
 
 def kv_pool_class() -> type:
@@ -40,10 +38,11 @@ def kv_pool_class() -> type:
 
     from sglang_sparse_radix.pool import bind_pool_class
 
-    launch = launch_of(compat.current_server_args())
+    server_args = compat.current_server_args()
+    launch = launch_of(server_args)
     if launch is None:
         return MHATokenToKVPool
-    return bind_pool_class(plane_spec(launch), implementation())
+    return bind_pool_class(plane_spec(launch), implementation(server_args.device))
 
 
 def build_mha_kv_pool(
@@ -73,8 +72,8 @@ def compute_cell_size(
 
 def support_triton(original: Callable[[str], bool], backend: str) -> bool:
     """AROUND hook on ``utils.common.support_triton``: the sparse backend on a CPU has no Triton."""
-    if backend == BACKEND and implementation() == "torch":
-        return False
+    if backend == BACKEND:
+        return implementation(compat.current_server_args().device) == "triton"
     return original(backend)
 
 
@@ -85,7 +84,7 @@ def get_last_loc(
     prefix_lens: torch.Tensor,
 ) -> torch.Tensor:
     """AROUND hook on ``mem_cache.allocation.get_last_loc``: its PyTorch form on the CPU."""
-    if implementation() == "triton":
+    if req_to_token.device.type != "cpu":
         return original(req_to_token, req_pool_indices, prefix_lens)
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from sglang_sparse.launch import launch_of
@@ -13,5 +14,9 @@ def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
     launch = launch_of(scheduler.server_args)
     if launch is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
-        result.internal_state["sparse"] = backend.describe()
+        reuse = getattr(scheduler.tree_cache, "plane_reuse", None)  # none without a tree
+        result.internal_state["sparse"] = {
+            **backend.describe(),
+            "plane_reuse": None if reuse is None else asdict(reuse),
+        }
     return result

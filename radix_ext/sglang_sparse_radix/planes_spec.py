@@ -85,7 +85,7 @@ class PlaneSpec:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ALLOWED_KV_DTYPES)
             raise ValueError(
                 f"--kv-cache-dtype resolves to {str(kv_dtype).removeprefix('torch.')}; "
-                f"the KV planes allow {names}: start with --kv-cache-dtype auto"
+                f"the KV planes allow {names}: start with --kv-cache-dtype bfloat16"
             )
 
     def bytes_per_page(

@@ -190,7 +190,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache:
             self._refuse(
                 f"quantized KV (method {self.quant_method.name!r})",
-                "start with --kv-cache-dtype auto",
+                "start with --kv-cache-dtype bfloat16",
             )
         try:
             self.plane_spec.validate_kv_dtype(self.dtype)

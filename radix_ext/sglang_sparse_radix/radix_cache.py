@@ -4,8 +4,7 @@
 Seams (sglang 0.5.17, under `sglang/srt/mem_cache/`):
   `registry.py`: `register_radix_cache_backend`, `create_tree_cache` (calls the factory, also when
       the radix cache is disabled), `default_radix_cache_factory`
-  `radix_cache.py`: `RadixCache._split_node`, `_insert_helper`, `_delete_leaf`, `reset`,
-      `cache_unfinished_req`, `cache_finished_req`
+  `radix_cache.py`: `RadixCache.reset`, `cache_unfinished_req`, `cache_finished_req`
 
 Invariant 1: for every page reachable from a running request or from the tree, each plane equals
 recomputation from the KV rows now in that page. Planes are indexed by the physical page, and a
@@ -29,14 +28,14 @@ reachable whose planes were not computed:
       the shared prefix to the tree; the rest is recomputed in pages allocated anew.
   reset (`/flush_cache`): drops the tree and clears the allocator. No page is reachable.
 
-So planes are never copied, moved or invalidated here. What the tree adds are advisory hints per
-node and counts of the prefix tokens whose planes a request reused.
+So planes are never copied, moved or invalidated here. What the tree adds are counts of the prefix
+tokens whose planes a request reused.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import (
@@ -49,38 +48,12 @@ from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 from sglang_sparse_radix.refusals import find_unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 BACKEND_NAME = "sparse"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeHint:
-    """Advice that a node carries about the prefix ending in it. Never needed for a right answer.
-
-    Everything is logical, counted from the start of the sequence: physical slots change hands.
-
-    Attributes:
-        end: tokens of the prefix that ends with this node; a multiple of the page size.
-        unit: tokens of one of `units`; 0 when nothing was recorded.
-        units: ascending logical units within `[0, end)` that a request last selected at this
-            prefix.
-    """
-
-    end: int
-    unit: int = 0
-    units: tuple[int, ...] = ()
-
-    def cut(self, end: int) -> NodeHint:
-        """The hint for the first `end` tokens: units that reach past it are dropped."""
-        kept = tuple(u for u in self.units if (u + 1) * self.unit <= end)
-        return replace(self, end=end, units=kept, unit=self.unit if kept else 0)
 
 
 @dataclass(slots=True)
@@ -105,7 +78,7 @@ class PlaneReuse:
 
 
 class SparseRadixCache(RadixCache):
-    """`RadixCache` with a `NodeHint` per node and `PlaneReuse` counts.
+    """`RadixCache` with `PlaneReuse` counts.
 
     Attributes:
         plane_reuse: counts, for metrics to read.
@@ -116,74 +89,14 @@ class SparseRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams) -> None:
         """Takes what `RadixCache` takes."""
         self.plane_reuse = PlaneReuse()
-        self._hints: dict[int, NodeHint] = {}
         self._counted_generation: dict[int, int] = {}
         super().__init__(params)
 
-    # -- hints -----------------------------------------------------------------------------------
-
-    def hint(self, node: TreeNode) -> NodeHint:
-        """The hint of `node`; the empty one for the root.
-
-        Raises:
-            KeyError: the node is not in the tree (evicted, or of an earlier tree).
-        """
-        return NodeHint(end=0) if node is self.root_node else self._hints[node.id]
-
-    def annotate(self, node: TreeNode, units: Sequence[int], unit: int) -> None:
-        """Record what a request selected at the prefix that ends with `node`; the last caller wins.
-
-        Args:
-            node: a node of this tree, such as `req.last_node`. For the root nothing is recorded.
-            units: logical units of the request, any order; those that reach past the node are
-                dropped.
-            unit: tokens a unit, at least 1.
-
-        Raises:
-            KeyError: the node is not in the tree.
-            ValueError: `unit` is below 1 or a unit is negative.
-        """
-        if unit < 1 or any(u < 0 for u in units):
-            raise ValueError(
-                f"units must be >= 0 and unit >= 1, got {list(units)[:8]}, unit={unit}"
-            )
-        if node is self.root_node:
-            return
-        end = self._hints[node.id].end
-        whole = NodeHint(end=end, unit=unit, units=tuple(sorted(set(units))))
-        self._hints[node.id] = whole.cut(end)
-
-    def num_hints(self) -> int:
-        """Hints held: one a node, the root aside."""
-        return len(self._hints)
-
-    # -- tree operations -------------------------------------------------------------------------
-
     def reset(self) -> None:
-        """Drop the tree and its hints; the caller clears the allocator (`/flush_cache`)."""
-        self._hints.clear()
+        """Drop the tree; the caller clears the allocator (`/flush_cache`)."""
         # Clearing the request pool restarts its generation counts.
         self._counted_generation.clear()
         super().reset()
-
-    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
-        whole = self._hints[child.id]
-        upper = super()._split_node(key, child, split_len)
-        # `child` now is the lower part and ends where it did.
-        self._hints[upper.id] = whole.cut(whole.end - len(child.key))
-        return upper
-
-    def _insert_helper(self, node: TreeNode, *args: Any, **kwargs: Any) -> tuple[int, TreeNode]:
-        prefix_len, last = super()._insert_helper(node, *args, **kwargs)
-        if last is not self.root_node and last.id not in self._hints:
-            self._hints[last.id] = NodeHint(end=self.hint(last.parent).end + len(last.key))
-        return prefix_len, last
-
-    def _delete_leaf(self, node: TreeNode) -> None:
-        super()._delete_leaf(node)
-        del self._hints[node.id]
-
-    # -- counting --------------------------------------------------------------------------------
 
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """See `RadixCache`; counts the reused prefix on a row's first call."""

@@ -10,6 +10,7 @@ so no selection of this step needs its plane entry.
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,15 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_sparse import banner, hooks, pools
+from sglang_sparse import banner, compat, hooks, pools
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
-from sglang_sparse.backend.selection import Limits, SelectionBuffers
+from sglang_sparse.backend.selection import (
+    MOST_KEPT_BYTES,
+    Limits,
+    SelectionBuffers,
+    kept_bytes,
+)
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.graph_variants import Variant
@@ -74,9 +80,18 @@ class SparseAttentionBackend(AttentionBackend):
                 "models with the plain MHA KV pool",
                 f"this model's pool is {type(pool).__name__}: serve it dense",
             )
+        expected = set(range(pool.start_layer, pool.end_layer))
+        attending = compat.attention_layer_ids(runner.model)
+        if attending != expected:
+            raise refuse(
+                "--model-path",
+                runner.server_args.model_path,
+                "models in which every layer attends once through the KV pool",
+                f"layers {sorted(attending ^ expected)} of this one do not: serve it dense",
+            )
         self.launch = launch
         self.config = launch.config
-        self.impl = pools.implementation()
+        self.impl = pools.implementation(runner.server_args.device)
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.device = torch.device(runner.device)
@@ -84,15 +99,9 @@ class SparseAttentionBackend(AttentionBackend):
 
         inner = self.config.inner
         self.inner_name = _INNER_ON[self.impl] if inner == "auto" else inner
-        graphs = not runner.server_args.disable_cuda_graph
-        build = ATTENTION_BACKENDS[self.inner_name]
-        dense: AttentionBackend = build(runner)
-        # An inner backend keeps one set of graph buffers a batch size, and both variants of a
-        # batch size are captured, so each variant plans on a backend of its own.
-        self._inners: dict[Variant, AttentionBackend] = {
-            "dense": dense,
-            "sparse": build(runner) if graphs else dense,
-        }
+        self._build_inner = partial(ATTENTION_BACKENDS[self.inner_name], runner)
+        dense: AttentionBackend = self._build_inner()
+        self._inners: dict[Variant, AttentionBackend] = {"dense": dense, "sparse": dense}
 
         kv_heads, head_dim = pool.head_num, pool.head_dim
         query_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
@@ -105,9 +114,24 @@ class SparseAttentionBackend(AttentionBackend):
             max_rows=self._request_slots,
         )
         layers = selecting_layers(self.config, pool.start_layer, pool.end_layer)
+        keep = self.config.cadence.every > 1
+        kept = kept_bytes(
+            self.limits,
+            layers=len(layers),
+            request_slots=self._request_slots,
+            kv_heads=kv_heads,
+        )
+        if keep and kept > MOST_KEPT_BYTES:
+            raise refuse(
+                "--sparse-config",
+                f"cadence.every={self.config.cadence.every}",
+                f"kept selections of {MOST_KEPT_BYTES >> 30} GiB or less",
+                f"these would take {kept / 2**30:.1f} GiB: lower --max-running-requests "
+                f"(now {self._request_slots - 1}) or the budget, or set cadence.every to 1",
+            )
         self.buffers = SelectionBuffers(
             self.limits,
-            keep=self.config.cadence.every > 1,
+            keep=keep,
             layers=len(layers),
             request_slots=self._request_slots,
             kv_heads=kv_heads,
@@ -115,6 +139,7 @@ class SparseAttentionBackend(AttentionBackend):
             head_dim=head_dim,
             device=self.device,
         )
+        graphs = compat.captures_decode(runner.server_args)
         self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
             self.config, pool, self.buffers, layers, self._request_slots, self.impl, self.probe
@@ -162,6 +187,9 @@ class SparseAttentionBackend(AttentionBackend):
     # Planning, once a batch.
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        # An inner backend keeps one set of graph buffers a batch size, and both variants of a
+        # batch size are captured, so each variant plans on a backend of its own.
+        self._inners["sparse"] = self._build_inner()
         for inner in self._inners.values():
             inner.init_cuda_graph_state(max_bs, max_num_tokens)
         self._graph_plan = DecodePlan.allocate(max_bs, self._max_pages, self.device)
@@ -190,7 +218,7 @@ class SparseAttentionBackend(AttentionBackend):
             )
             self._plan_decode(forward_batch, self._graph_plan)
         else:
-            self._plan_extend(forward_batch)
+            raise RuntimeError("prefill is captured whole; check_resolved should have refused it")
         self.inner.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -241,7 +269,7 @@ class SparseAttentionBackend(AttentionBackend):
         )
         end = seq_lens.to(torch.int32)
         start = forward_batch.extend_prefix_lens.to(torch.int32)
-        longest = max(forward_batch.extend_seq_lens_cpu, default=0)
+        longest = max(forward_batch.extend_seq_lens_cpu, default=1)
         self._extend = (page_table, start, end, longest)
         self._decode_start[slots] = end
 
@@ -330,6 +358,13 @@ class SparseAttentionBackend(AttentionBackend):
                 "serve it dense",
             )
         self._checked_layers.add(layer.layer_id)
+
+    def state_bytes(self) -> int:
+        """Device bytes beside pool and planes: scores, lists, channels, plans."""
+        scorers = sum(program.scorer.state_bytes() for program in self.programs.values())
+        plans = {id(plan): plan for plan in (self._eager_plan, self._graph_plan) if plan}
+        tables = sum(plan.page_table.nbytes for plan in plans.values())
+        return self.buffers.nbytes() + scorers + tables
 
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types."""

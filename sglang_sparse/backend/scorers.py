@@ -10,11 +10,14 @@ import torch
 
 from sglang_sparse_kernels.common import Impl, Reduce
 from sglang_sparse_kernels.plan import DecodePlan
-from sglang_sparse_kernels.score import page_minmax_score, select_channels, sketch_score
+from sglang_sparse_kernels.score import page_minmax_score, sketch_score
 
 
 class Scorer(Protocol):
     """Scores the selection units of one layer."""
+
+    def state_bytes(self) -> int:
+        """Device bytes of what it keeps per request, planes aside."""
 
     def score(
         self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
@@ -45,6 +48,9 @@ class PageMinMaxScorer:
     page_size: int
     reduce: Reduce
     impl: Impl
+
+    def state_bytes(self) -> int:
+        return 0
 
     def score(
         self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
@@ -80,18 +86,19 @@ class KeySketchScorer:
     reduce: Reduce
     impl: Impl
 
+    def state_bytes(self) -> int:
+        return self.channels.nbytes
+
     def score(
         self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
     ) -> None:
-        select_channels(
-            q, self.channels, plan.list_rows, plan.refresh, plan.k_units, impl=self.impl
-        )
         sketch_score(
             q,
             self.channels,
             self.key_sketch,
             self.scale,
             plan,
+            choose_channels=True,
             reduce=self.reduce,
             out=out,
             block_max=block_max,

@@ -16,6 +16,8 @@ from sglang_sparse_kernels.select import make_topk_workspace
 # that 1M-token contexts times hundreds of requests do not reserve gigabytes.
 _SCORE_BYTES = 512 << 20
 _MAX_ROWS_A_PASS = 256
+# Selections kept across steps are not part of SGLang's memory sizing, so they must stay small.
+MOST_KEPT_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Limits:
             capacity_units=config.capacity_units(max_context),
             rows_a_pass=max(1, min(rows, _MAX_ROWS_A_PASS, max_rows)),
         )
+
+
+def kept_bytes(limits: Limits, *, layers: int, request_slots: int, kv_heads: int) -> int:
+    """Bytes of the lists when a selection outlives its step."""
+    return layers * request_slots * kv_heads * limits.capacity_units * torch.int32.itemsize
 
 
 class SelectionBuffers:

@@ -12,6 +12,8 @@ from live_server import MODEL, LiveServer
 from sglang_sparse.tasks import FileEncoder, Sample, TaskSuite
 
 EVERYTHING = {"budget": {"kind": "tokens", "tokens": 32768}, "min_sparse_tokens": 64}
+SMALL_PAGES = {"page_size": 32}
+KEPT = {"cadence": {"every": 4}, "score": {"kind": "key_sketch", "refresh_every": 64}}
 CHOOSY = {"budget": {"kind": "tokens", "tokens": 256}, "min_sparse_tokens": 64}
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
@@ -20,6 +22,11 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "sparcas-everything": ([*SPARSE, "sparcas", "--sparse-config", json.dumps(EVERYTHING)], {}),
     "page_minmax-everything": (
         [*SPARSE, "page_minmax", "--sparse-config", json.dumps(EVERYTHING)],
+        {},
+    ),
+    # Selections kept over four steps, channels over all: every kind of state that outlives a step.
+    "sparcas-kept": (
+        [*SPARSE, "sparcas", "--sparse-config", json.dumps(EVERYTHING | KEPT)],
         {},
     ),
     # The probe compares every decode step with dense attention; it cannot look into a graph.
@@ -31,12 +38,12 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*SPARSE, "page_minmax", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
-    # Prompts in chunks that no page divides evenly into, and a pool that three of them overfill.
+    # Prompts in many chunks, and a pool that three of them overfill.
     "sparcas-chunked": (
         [
             *SPARSE,
             "sparcas",
-            *("--sparse-config", json.dumps(CHOOSY)),
+            *("--sparse-config", json.dumps(CHOOSY | SMALL_PAGES)),
             *("--chunked-prefill-size", "512"),
             *("--max-total-tokens", "8192"),
             "--disable-cuda-graph",

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from live_server import CPU_ARGS, MODEL, LiveServer
@@ -46,7 +47,7 @@ if __name__ == "__main__":
 
 def run_python(script: str, stdin: str = "") -> str:
     """Standard output of a Python program that starts its own processes."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("TRITON_INTERPRET", None)
     path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"sparse_program_{os.getpid()}.py")
     # Spawned schedulers import the main module again, so it has to be a file.
@@ -123,3 +124,21 @@ def test_a_fork_shares_its_prefix_and_every_branch_answers(
         assert all(value in answer for value in sample.values)
     assert min(result["cached"]) >= 2880
     assert live.sparse_state()["decode_steps"]["sparse"] > before
+
+
+def test_the_latency_client_measures_a_running_server(
+    server: Callable[[str], LiveServer], tmp_path: Path
+) -> None:
+    live, out = server("sparcas"), tmp_path / "latency.json"
+    script = Path(__file__).parents[2] / "loadtest" / "decode_latency.py"
+    command = [sys.executable, str(script), "--base-url", live.url, "--label", "sparcas"]
+    command += ["--contexts", "300", "--batches", "2", "--separate", "200x2", "--vocab", "1000"]
+    subprocess.run([*command, "--repeats", "1", "--out", str(out)], check=True, timeout=300)
+    report = json.loads(out.read_text())
+    assert [(c["context"], c["batch"], c["shared_prompt"]) for c in report["cells"]] == [
+        (300, 2, True),
+        (200, 2, False),
+    ]
+    assert all(cell["ms_per_token"] > 0 for cell in report["cells"])
+    assert report["cells"][0]["cached_tokens"] >= 256
+    assert report["sparse"]["method"] == "sparcas"

@@ -14,6 +14,7 @@ from live_server import MODEL, LiveServer, base_args
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
+SGLANG = str(Path(sys.executable).with_name("sglang"))
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 
 # Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
@@ -57,6 +58,8 @@ MISTRAL = {
     "model_type": "mistral",
     "sliding_window": 512,
 }
+WIDE = {**LLAMA, "head_dim": 96}
+MULTIQUERY = {**LLAMA, "num_attention_heads": 32, "num_key_value_heads": 1}
 GEOMETRY = {
     "name": "other",
     "num_hidden_layers": 4,
@@ -120,6 +123,30 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--enable-hierarchical-cache"],
         ["--enable-hierarchical-cache", "unset"],
     ),
+    "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
+    "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
+    "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
+    "LMCache": ([*SPARSE, "--enable-lmcache"], ["--enable-lmcache", "unset"]),
+    "data-parallel attention": (
+        [*SPARSE, "--enable-dp-attention"],
+        ["--enable-dp-attention", "unset"],
+    ),
+    "a GPU's inner backend on a CPU": (
+        [*SPARSE, "--sparse-config", '{"inner": "flashinfer"}'],
+        ["--sparse-config", "inner=flashinfer", "torch_native"],
+    ),
+    "head dimension": (["--model-path", "{TMP}/wide", *SPARSE], ["wide", "head_dim 64 or 128"]),
+    "too many query heads": (
+        [
+            "--model-path",
+            "{TMP}/multiquery",
+            "--attention-backend",
+            "sparse",
+            "--sparse-method",
+            "page_minmax",
+        ],
+        ["multiquery", "1 to 16"],
+    ),
     "another tree": (
         [*SPARSE, "--radix-cache-backend", "flexkv"],
         ["--radix-cache-backend", "flexkv"],
@@ -142,7 +169,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each refused command line, and two good ones, ended with."""
     tmp = tmp_path_factory.mktemp("refusals")
     (tmp / "damaged.json").write_text('{"layers": ')
-    for name, config in (("mla", MLA), ("mistral", MISTRAL)):
+    models = {"mla": MLA, "mistral": MISTRAL, "wide": WIDE, "multiquery": MULTIQUERY}
+    for name, config in models.items():
         (tmp / name).mkdir()
         (tmp / name / "config.json").write_text(json.dumps(config))
     lines = {name: flags for name, (flags, _) in REFUSALS.items()}
@@ -189,6 +217,18 @@ def test_a_refused_start_exits_with_an_error_status(tmp_path: Path) -> None:
         line for line in live.log.read_text().splitlines() if "sglang-sparse: error" in line
     ]
     assert len(refusals) == 1
+
+
+def test_sglang_serve_takes_the_flags_too(tmp_path: Path) -> None:
+    live = LiveServer(SPARSE, tmp_path / "log", command=[SGLANG, "serve"]).wait_until_up()
+    try:
+        assert live.sparse_state()["method"] == "sparcas"
+        banner = [line for line in live.log.read_text().splitlines() if "sglang-sparse 0" in line]
+        assert len(banner) == 1
+        for word in ("sparcas", "4 layers select", "planes", "MiB", "sglang 0.5.17 (tested)"):
+            assert word in banner[0]
+    finally:
+        live.close()
 
 
 def test_a_hook_that_lost_its_target_stops_the_start() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,25 @@ class LiveServer:
         log: path of what it printed.
     """
 
-    def __init__(self, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        args: list[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        command = [sys.executable, "-m", "sglang.launch_server", *base_args()]
-        command += ["--port", str(self.port), *args]
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(env or {})}
+        line = [*command, *base_args(), "--port", str(self.port), *args]
+        # One thread: OpenMP's spin-waits turn any other load on a small machine into minutes.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
         environment.pop("TRITON_INTERPRET", None)
         self._output = log.open("w")
         self._process = subprocess.Popen(
-            command,
+            line,
             stdout=self._output,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -31,7 +31,6 @@ from sglang_sparse_kernels.common import Impl
 from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
-from sglang_sparse_radix.radix_cache import SparseRadixCache
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
 
@@ -400,7 +399,7 @@ class MemorySide:
         return pages.tolist()
 
     def check(self) -> None:
-        """Planes equal recomputation, no page is lost or owned twice, hints fit the tree."""
+        """Planes equal recomputation, no page is lost or owned twice."""
         reachable = self.reachable_pages()
         assert 0 not in reachable, "the padding page was handed out"
         pages = torch.tensor(list(reachable), dtype=torch.int64)
@@ -411,8 +410,6 @@ class MemorySide:
             assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
         free = self.allocator.available_size() // self.page_size
         assert free + len(reachable) == self.pool.num_pages - 1, "pages lost or owned twice"
-        if isinstance(self.tree, SparseRadixCache):
-            check_hints(self.tree)
 
 
 def tree_nodes(tree: object) -> list[object]:
@@ -425,14 +422,3 @@ def tree_nodes(tree: object) -> list[object]:
         nodes.append(node)
         stack.extend(node.children.values())
     return nodes
-
-
-def check_hints(tree: SparseRadixCache) -> None:
-    """One hint a node; each ends where its node ends and names units that lie before that end."""
-    nodes = tree_nodes(tree)
-    assert tree.num_hints() == len(nodes)
-    for node in nodes:
-        hint = tree.hint(node)
-        assert hint.end == tree.hint(node.parent).end + len(node.key)
-        assert list(hint.units) == sorted(set(hint.units))
-        assert all((unit + 1) * hint.unit <= hint.end for unit in hint.units)

@@ -27,7 +27,7 @@ def test_page_size_that_planes_cannot_use_is_refused_in_one_line(page_size):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
 def test_quantised_kv_is_refused_naming_what_is_allowed(dtype):
-    with pytest.raises(ValueError, match=r"bfloat16, float16, float32.*--kv-cache-dtype auto"):
+    with pytest.raises(ValueError, match=r"bfloat16, float16, float32.*--kv-cache-dtype bfloat16"):
         PlaneSpec().validate_kv_dtype(dtype)
 
 

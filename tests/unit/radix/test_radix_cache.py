@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each tree operation on its own: planes stay right, hints follow, reuse is counted."""
+"""Each tree operation on its own: planes stay right, reuse is counted."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from radix_harness import MemorySide, check_hints, tree_nodes
+from radix_harness import MemorySide, tree_nodes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_radix.planes_spec import PlaneSpec
-from sglang_sparse_radix.radix_cache import NodeHint
 
 P = 16
 SPEC = PlaneSpec(page_minmax=True, key_sketch="int8")
@@ -106,7 +105,6 @@ def test_evicted_pages_are_reused_with_fresh_planes(side):
     assert side.tree.evictable_size() < side.pool.size
     side.tree.evict(EvictParams(num_tokens=side.pool.size))
     side.check()
-    assert side.tree.num_hints() == 0
     serve(side, tokens(1, 5 * P))
 
 
@@ -145,44 +143,15 @@ def test_aborting_a_half_prefilled_prompt_gives_its_pages_back(side):
     assert side.tree.evictable_size() == 2 * P
 
 
-def test_flush_empties_tree_hints_and_pages_but_keeps_counts(side):
+def test_flush_empties_tree_and_pages_but_keeps_counts(side):
     serve(side, tokens(0, 2 * P + 1))
     serve(side, tokens(0, 2 * P + 1))
     side.flush()
     side.check()
     assert tree_nodes(side.tree) == []
-    assert side.tree.num_hints() == 0
     assert side.allocator.available_size() == side.pool.size
     serve(side, tokens(0, 2 * P + 1))
     assert vars_of(side) == (3, 1, 2 * P, 2)
-
-
-def test_split_divides_a_hint_at_the_boundary(side):
-    serve(side, tokens(0, 4 * P))
-    (node,) = tree_nodes(side.tree)
-    side.tree.annotate(node, [3, 0, 1, 1, 9], unit=P)
-    assert side.tree.hint(node) == NodeHint(end=4 * P, unit=P, units=(0, 1, 3))
-    serve(side, tokens(0, 2 * P) + tokens(2, P))
-    assert side.tree.hint(node) == NodeHint(end=4 * P, unit=P, units=(0, 1, 3))
-    assert side.tree.hint(node.parent) == NodeHint(end=2 * P, unit=P, units=(0, 1))
-    check_hints(side.tree)
-
-
-def test_units_that_reach_past_a_boundary_are_dropped():
-    assert NodeHint(end=128, unit=48, units=(0, 1)).cut(64) == NodeHint(64, 48, (0,))
-    assert NodeHint(end=128, unit=48, units=(1,)).cut(64) == NodeHint(64)
-
-
-def test_hints_of_the_root_and_of_evicted_nodes(side):
-    serve(side, tokens(0, 2 * P))
-    (node,) = tree_nodes(side.tree)
-    side.tree.annotate(side.tree.root_node, [0], unit=P)
-    assert side.tree.hint(side.tree.root_node) == NodeHint(end=0)
-    side.tree.evict(EvictParams(num_tokens=side.pool.size))
-    with pytest.raises(KeyError):
-        side.tree.hint(node)
-    with pytest.raises(ValueError, match="unit >= 1"):
-        side.tree.annotate(node, [0], unit=0)
 
 
 def test_without_a_radix_cache_planes_stay_right(model_config):

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from radix_harness import VOCAB, MemorySide, UpdatePlanes, tree_nodes
+from radix_harness import VOCAB, MemorySide, UpdatePlanes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_radix.planes_spec import PlaneSpec
@@ -138,12 +138,6 @@ class Schedules(RuleBasedStateMachine):
     def evict(self, tokens, really):
         if really:
             self.side.tree.evict(EvictParams(num_tokens=tokens))
-
-    @precondition(lambda self: len(tree_nodes(self.side.tree)) > 0)
-    @rule(node=st.integers(0, 99), units=st.lists(st.integers(0, 30), max_size=6))
-    def annotate(self, node, units):
-        nodes = tree_nodes(self.side.tree)
-        self.side.tree.annotate(nodes[node % len(nodes)], units, unit=16)
 
     @precondition(lambda self: self.forwards > 8)
     @rule(really=RARELY)
