@@ -95,8 +95,16 @@ def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexp
 
 
 @triton.jit
+def _scale_weights(weights, scale, SIZE: tl.constexpr):
+    scaled = ()
+    for i_w in tl.static_range(SIZE):
+        scaled = scaled + ((weights[i_w] / scale).to(tl.float16),)  # noqa: RUF005
+    return scaled
+
+
+@triton.jit
 def _join(b_a, b_b, SUM: tl.constexpr):
-    return b_a + b_b if SUM else tl.maximum(b_a, b_b)
+    return b_a + b_b.to(tl.float32) if SUM else tl.maximum(b_a, b_b)
 
 
 @triton.jit
@@ -141,6 +149,7 @@ def sketch_score_kernel(
     BP: tl.constexpr,
     BLOCK: tl.constexpr,
     ALIGN: tl.constexpr,
+    HALF: tl.constexpr,
     SUM: tl.constexpr,
     CHOOSE: tl.constexpr,
 ):
@@ -162,6 +171,18 @@ def sketch_score_kernel(
             tl.debug_barrier()
         kept = _load_channels(p_c, D, KEPT)
         weights = _load_weights(p_q, kept, G, D, KEPT)
+        q_scale = 1.0
+        SUMS: tl.constexpr = (
+            tl.float32 if key_sketch.dtype.element_ty == tl.bfloat16 else tl.float16
+        )
+        if tl.float16 == SUMS:
+            # A power of two brings the query into fp16's range without rounding it.
+            largest = tl.abs(weights[0])
+            for i_w in tl.static_range(1, G * KEPT):
+                largest = tl.maximum(tl.abs(weights[i_w]), largest)
+            exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+            q_scale = tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+            weights = _scale_weights(weights, q_scale, G * KEPT)
 
         base = tl.program_id(0).to(tl.int64)
         o_out = tl.multiple_of(base * width, ALIGN)
@@ -174,14 +195,16 @@ def sketch_score_kernel(
             b_page = tl.load(p_table + o_j, mask=o_j * PAGE < n, other=0).to(tl.int64)
             b_entry = (b_page * H + i_h)[:, None]
             p_s = key_sketch + b_entry * (D * PAGE) + o_p[None, :]
-            b_score = tl.full((BP, PAGE), 0.0 if SUM else float("-inf"), tl.float32)
+            b_score = tl.full(
+                (BP, PAGE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS
+            )
             for i_g in tl.static_range(0, G, 4):
                 # Four heads at a time: their sums and a channel's keys fit in registers.
-                b_0 = tl.zeros((BP, PAGE), tl.float32)
+                b_0 = tl.zeros((BP, PAGE), SUMS)
                 b_1, b_2, b_3 = b_0, b_0, b_0
                 for i_c in tl.static_range(KEPT):
                     # [BP, PAGE]
-                    b_k = tl.load(p_s + kept[i_c] * PAGE, mask=m_j, other=0.0).to(tl.float32)
+                    b_k = tl.load(p_s + kept[i_c] * PAGE, mask=m_j, other=0.0).to(SUMS)
                     b_0 += weights[i_g * KEPT + i_c] * b_k
                     if i_g + 1 < G:
                         b_1 += weights[(i_g + 1) * KEPT + i_c] * b_k
@@ -196,6 +219,7 @@ def sketch_score_kernel(
                     b_score = _join(b_score, b_2, SUM)
                 if i_g + 3 < G:
                     b_score = _join(b_score, b_3, SUM)
+            b_score = b_score.to(tl.float32) * q_scale
             if key_sketch_scale is not None:
                 # [BP, PAGE]
                 b_score *= tl.load(
@@ -355,6 +379,8 @@ def sketch_score_triton(
         BP=tile // page_size,
         BLOCK=BLOCK_UNITS,
         ALIGN=math.gcd(out.shape[2], 16),
+        # fp16 sums halve the arithmetic, and 8-bit keys carry far less precision than they do.
+        HALF=key_sketch.itemsize == 1,
         SUM=reduce == "sum",
         CHOOSE=choose_channels,
         num_warps=SKETCH_WARPS,
