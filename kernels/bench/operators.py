@@ -20,20 +20,15 @@ from sglang_sparse_kernels import BLOCK_UNITS, DecodePlan, make_topk_workspace, 
 from sglang_sparse_kernels.attend import kernel as attend_kernel
 from sglang_sparse_kernels.attend import types as attend_types
 from sglang_sparse_kernels.score import kernel as score_kernel
+from sglang_sparse_kernels.select import kernel as select_kernel
 
 HEADS = 8
 BUDGET = 2048
 SCORES = ("normal", "clustered", "tied")
-SKETCH_SWEEP = ((512, 4, 4), (1024, 4, 4), (1024, 3, 4), (2048, 3, 4), (512, 8, 2), (1024, 6, 2))
-MINMAX_SWEEP = ((64, 3, 4), (128, 2, 4), (128, 2, 8), (32, 6, 4))
-ATTEND_SWEEP = (
-    (64, 3, 4, 3),
-    (64, 2, 4, 4),
-    (64, 4, 4, 3),
-    (128, 2, 8, 2),
-    (32, 3, 4, 5),
-    (32, 3, 2, 6),
-)
+SKETCH_SWEEP = ((2048, 3, 4), (1024, 6, 2), (512, 6, 2), (4096, 1, 8))
+SELECT_SWEEP = (8, 16, 32)
+MINMAX_SWEEP = ((64, 3, 4), (32, 6, 4))
+ATTEND_SWEEP = ((128, 2, 8, 2), (32, 3, 2, 6), (128, 2, 4, 2), (64, 3, 4, 3))
 
 
 class Report:
@@ -91,7 +86,10 @@ def time_topk(report: Report, batch: int, units: int, kind: str) -> None:
     assert torch.equal(got, indices), f"select_topk is wrong: {batch} x {units}, {kind}"
     facts = {"rows": batch * HEADS, "units": units, "scores": kind}
     moved = batch * HEADS * (4 * units / BLOCK_UNITS + 4 * BUDGET * (BLOCK_UNITS + 1))
-    report.add("select_topk", [partial(select, "triton", True)] * 8, moved, **facts)
+    for warps in SELECT_SWEEP:
+        select_kernel.MAX_WARPS = warps
+        calls = [partial(select, "triton", True)] * 8
+        report.add("select_topk", calls, moved, **facts, warps=warps)
 
 
 def time_flashinfer_topk(report: Report, batch: int, units: int) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from ..device import programs_to_fill
 
-CTAS_PER_SM = 3
+CTAS_PER_SM = 2
 MIN_SPLIT_TOKENS = 32
 MAX_SPLITS = 64
 
@@ -22,6 +22,11 @@ def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch
     return max(1, min(fill, useful, MAX_SPLITS))
 
 
+def num_counters(device: torch.device) -> int:
+    """Rows times KV heads that can be split at all, in whole 64-byte lines."""
+    return -(-_target_programs(device) // 16) * 16
+
+
 def workspace_bytes(
     max_rows: int,
     num_heads: int,
@@ -31,7 +36,8 @@ def workspace_bytes(
 ) -> int:
     """Bytes that :func:`make_workspace` allocates."""
     programs = _target_programs(torch.device(device)) + max_rows * num_kv_heads
-    return 4 * programs * (num_heads // num_kv_heads) * (head_dim + 1)
+    partials = programs * (num_heads // num_kv_heads) * (head_dim + 1)
+    return 4 * (num_counters(torch.device(device)) + partials)
 
 
 def make_workspace(
@@ -51,7 +57,8 @@ def make_workspace(
         device: where it lives.
 
     Returns:
-        A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call.
+        A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call. It
+        begins with counters that are zero between calls: batches that run at once need their own.
     """
     size = workspace_bytes(max_rows, num_heads, num_kv_heads, head_dim, device)
     return torch.zeros(size // 4, dtype=torch.float32, device=device)

@@ -112,11 +112,12 @@ def _store_scores(
     out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
     m_t = o_t < n
+    # NaN would rank first; as -inf it ranks last.
+    b_score = tl.where(b_score == b_score, b_score, float("-inf"))
     tl.store(out + base + o_t, b_score, mask=m_t)
     if block_max is not None:
         # [BT / BLOCK, BLOCK]
-        m_block = m_t & (b_score == b_score)
-        b_block = tl.reshape(tl.where(m_block, b_score, float("-inf")), (BT // BLOCK, BLOCK))
+        b_block = tl.reshape(tl.where(m_t, b_score, float("-inf")), (BT // BLOCK, BLOCK))
         o_b = tl.min(o_t, 0) // BLOCK + tl.arange(0, BT // BLOCK)
         tl.store(block_max + base_block + o_b, tl.max(b_block, 1), mask=o_b * BLOCK < n)
 
@@ -225,6 +226,8 @@ def sketch_score_kernel(
                 b_score *= tl.load(
                     key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
                 )
+            # NaN would rank first; as -inf it ranks last.
+            b_score = tl.where(b_score == b_score, b_score, float("-inf"))
             p_o = out + o_out + (i_t * BP * PAGE)
             o_t = tl.arange(0, BP)[:, None] * PAGE + o_p[None, :]
             left = n - i_t * BP * PAGE
@@ -233,7 +236,7 @@ def sketch_score_kernel(
             else:
                 tl.store(p_o + o_t, b_score, mask=o_t < left)
             if block_max is not None:
-                b_score = tl.where((o_t < left) & (b_score == b_score), b_score, float("-inf"))
+                b_score = tl.where(o_t < left, b_score, float("-inf"))
                 # [BP, PAGE / BLOCK]
                 b_max = tl.max(tl.reshape(b_score, (BP, PAGE // BLOCK, BLOCK)), 2)
                 o_b = tl.arange(0, BP)[:, None] * (PAGE // BLOCK)

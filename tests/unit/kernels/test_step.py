@@ -44,7 +44,7 @@ class Decoder:
         )
         heads = batch.heads * batch.group
         needed = make_workspace(rows, heads, batch.heads, batch.dim, DEVICE).numel()
-        self.workspace = full((needed,), -77.0, torch.float32)
+        self.workspace = full((needed,), 0.0, torch.float32)
         self.out = full((rows, heads, batch.dim), -77.0, batch.dtype)
 
     def step(self) -> None:
