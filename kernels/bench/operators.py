@@ -20,15 +20,20 @@ from sglang_sparse_kernels import BLOCK_UNITS, DecodePlan, make_topk_workspace, 
 from sglang_sparse_kernels.attend import kernel as attend_kernel
 from sglang_sparse_kernels.attend import types as attend_types
 from sglang_sparse_kernels.score import kernel as score_kernel
-from sglang_sparse_kernels.select import kernel as select_kernel
 
 HEADS = 8
 BUDGET = 2048
 SCORES = ("normal", "clustered", "tied")
-SKETCH_SWEEP = ((2048, 3, 4), (1024, 6, 2), (512, 6, 2), (4096, 1, 8))
-SELECT_SWEEP = (8, 16, 32)
-MINMAX_SWEEP = ((64, 3, 4), (32, 6, 4))
-ATTEND_SWEEP = ((128, 2, 8, 2), (32, 3, 2, 6), (128, 2, 4, 2), (64, 3, 4, 3))
+SKETCH_SWEEP = ((512, 4), (512, 3), (1024, 2))
+MINMAX_SWEEP = ((64, 3), (128, 2), (32, 6))
+ATTEND_SWEEP = (
+    (64, 3, 4, 3),
+    (64, 2, 4, 4),
+    (64, 4, 4, 3),
+    (128, 2, 8, 2),
+    (32, 3, 4, 5),
+    (32, 3, 2, 6),
+)
 
 
 class Report:
@@ -86,10 +91,7 @@ def time_topk(report: Report, batch: int, units: int, kind: str) -> None:
     assert torch.equal(got, indices), f"select_topk is wrong: {batch} x {units}, {kind}"
     facts = {"rows": batch * HEADS, "units": units, "scores": kind}
     moved = batch * HEADS * (4 * units / BLOCK_UNITS + 4 * BUDGET * (BLOCK_UNITS + 1))
-    for warps in SELECT_SWEEP:
-        select_kernel.MAX_WARPS = warps
-        calls = [partial(select, "triton", True)] * 8
-        report.add("select_topk", calls, moved, **facts, warps=warps)
+    report.add("select_topk", [partial(select, "triton", True)] * 8, moved, **facts)
 
 
 def time_flashinfer_topk(report: Report, batch: int, units: int) -> None:
@@ -113,12 +115,11 @@ def sweep(report: Report, context: int, batch: int) -> None:
         moved = rows * units * (per_unit + 4 + 4 / BLOCK_UNITS)
         prefix = "SKETCH" if unit == 1 else "MINMAX"
         tile_name = "SKETCH_TILE_TOKENS" if unit == 1 else "MINMAX_TILE_UNITS"
-        for tile, ctas, warps in SKETCH_SWEEP if unit == 1 else MINMAX_SWEEP:
+        for tile, ctas in SKETCH_SWEEP if unit == 1 else MINMAX_SWEEP:
             setattr(score_kernel, tile_name, tile)
             setattr(score_kernel, f"{prefix}_CTAS_PER_SM", ctas)
-            setattr(score_kernel, f"{prefix}_WARPS", warps)
             calls = [partial(case.score, layer) for layer in case.layers]
-            facts = {"context": context, "batch": batch, "tile": tile, "ctas": ctas, "warps": warps}
+            facts = {"context": context, "batch": batch, "tile": tile, "ctas": ctas}
             report.add(f"{name} score", calls, moved, **facts)
         if unit > 1:
             continue

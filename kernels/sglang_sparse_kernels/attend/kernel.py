@@ -10,37 +10,11 @@ import triton.language as tl
 from ..common import group_size, next_power_of_2
 from ..plan import DecodePlan
 from ..triton_ops import cast, dot
-from .types import num_counters, num_splits
+from .types import num_splits
 
 TILE_TOKENS = 128
 STAGES = 2
 WARPS = 8
-
-
-@triton.jit
-def _merge_splits(
-    partial,
-    lse,
-    out,
-    first_head,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BS: tl.constexpr,
-):
-    """Weigh the splits of a group's heads by their log-sum-exp, reading past the L1 cache."""
-    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
-    for i_q in range(first_head, first_head + G):
-        p_l = lse + i_q * SPLITS + o_s
-        # [BS]
-        b_lse = tl.load(p_l, mask=o_s < SPLITS, other=float("-inf"), cache_modifier=".cg")
-        b_w = tl.exp2(b_lse - tl.max(b_lse, 0))
-        p_o = partial + (i_q * SPLITS + o_s)[:, None] * D + o_d[None, :]
-        m_o = (b_lse > float("-inf"))[:, None]
-        # [BS, D]; a split that had no tokens wrote nothing.
-        b_o = tl.load(p_o, mask=m_o, other=0.0, cache_modifier=".cg")
-        b_out = tl.sum(b_o * b_w[:, None], 0) / tl.sum(b_w, 0)
-        tl.store(out + i_q * D + o_d, cast(b_out, out.dtype.element_ty))
 
 
 @triton.jit
@@ -58,7 +32,6 @@ def attend_split_kernel(
     out,
     partial,
     lse,
-    counters,
     stride_q,
     stride_table,
     capacity,
@@ -72,7 +45,6 @@ def attend_split_kernel(
     UNIT: tl.constexpr,
     BN: tl.constexpr,
     SPLITS: tl.constexpr,
-    BS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -144,11 +116,23 @@ def attend_split_kernel(
         if first < last:
             b_o = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
             tl.store(partial + o_s[:, None] * D + o_d[None, :], b_o, mask=m_g[:, None])
-        # All threads' stores, then the count that publishes them: whoever counts last merges.
-        tl.debug_barrier()
-        if tl.atomic_add(counters + tl.program_id(0), 1) == SPLITS - 1:
-            tl.store(counters + tl.program_id(0), 0)
-            _merge_splits(partial, lse, out, (i_r.to(tl.int64) * H + i_h) * G, G, D, SPLITS, BS)
+
+
+@triton.jit
+def merge_splits_kernel(partial, lse, out, D: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr):
+    i_q = tl.program_id(0).to(tl.int64)
+    o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
+    # [BS]
+    b_lse = tl.load(lse + i_q * SPLITS + o_s, mask=o_s < SPLITS, other=float("-inf"))
+    b_w = tl.exp2(b_lse - tl.max(b_lse, 0))
+    # [BS, D]; a split that had no tokens wrote nothing.
+    b_o = tl.load(
+        partial + (i_q * SPLITS + o_s)[:, None] * D + o_d[None, :],
+        mask=(b_lse > float("-inf"))[:, None],
+        other=0.0,
+    )
+    b_out = tl.sum(b_o * b_w[:, None], 0) / tl.sum(b_w, 0)
+    tl.store(out + i_q * D + o_d, cast(b_out, out.dtype.element_ty))
 
 
 def gathered_decode_attention_triton(
@@ -166,7 +150,7 @@ def gathered_decode_attention_triton(
     out: torch.Tensor,
     workspace: torch.Tensor,
 ) -> None:
-    """Launch :func:`attend_split_kernel`, one program a row, KV head and split.
+    """Launch :func:`attend_split_kernel` and, with several splits, :func:`merge_splits_kernel`.
 
     Raises:
         ValueError: if ``workspace`` is too small for this batch.
@@ -177,12 +161,11 @@ def gathered_decode_attention_triton(
     capacity = indices.shape[2]
     splits = num_splits(rows, heads, capacity * unit, q.device)
     partials = rows * query_heads * splits
-    reserved = num_counters(q.device)
-    needed = reserved + partials * (dim + 1)
-    if workspace.numel() < needed:
-        raise ValueError(f"workspace holds {workspace.numel()} floats, this batch needs {needed}")
-    counters, partial = workspace[:reserved], workspace[reserved:]
-    lse = partial[partials * dim :]
+    if workspace.numel() < partials * (dim + 1):
+        raise ValueError(
+            f"workspace holds {workspace.numel()} floats, this batch needs {partials * (dim + 1)}"
+        )
+    partial, lse = workspace[: partials * dim], workspace[partials * dim :]
     log2_e = 1.4426950408889634
     attend_split_kernel[(rows * heads, splits)](
         q,
@@ -198,7 +181,6 @@ def gathered_decode_attention_triton(
         out,
         partial,
         lse,
-        counters.view(torch.int32),
         q.stride(0),
         plan.page_table.stride(0),
         capacity,
@@ -212,8 +194,17 @@ def gathered_decode_attention_triton(
         UNIT=unit,
         BN=TILE_TOKENS,
         SPLITS=splits,
-        BS=next_power_of_2(splits),
         HAS_CAP=logit_cap > 0,
         STAGES=STAGES,
         num_warps=WARPS,
     )
+    if splits > 1:
+        merge_splits_kernel[(rows * query_heads,)](
+            partial,
+            lse,
+            out,
+            D=dim,
+            SPLITS=splits,
+            BS=next_power_of_2(splits),
+            num_warps=4,
+        )

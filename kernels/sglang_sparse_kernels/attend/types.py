@@ -22,11 +22,6 @@ def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch
     return max(1, min(fill, useful, MAX_SPLITS))
 
 
-def num_counters(device: torch.device) -> int:
-    """Rows times KV heads that can be split at all, in whole 64-byte lines."""
-    return -(-_target_programs(device) // 16) * 16
-
-
 def workspace_bytes(
     max_rows: int,
     num_heads: int,
@@ -36,8 +31,7 @@ def workspace_bytes(
 ) -> int:
     """Bytes that :func:`make_workspace` allocates."""
     programs = _target_programs(torch.device(device)) + max_rows * num_kv_heads
-    partials = programs * (num_heads // num_kv_heads) * (head_dim + 1)
-    return 4 * (num_counters(torch.device(device)) + partials)
+    return 4 * programs * (num_heads // num_kv_heads) * (head_dim + 1)
 
 
 def make_workspace(
@@ -57,8 +51,7 @@ def make_workspace(
         device: where it lives.
 
     Returns:
-        A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call. It
-        begins with counters that are zero between calls: batches that run at once need their own.
+        A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call.
     """
     size = workspace_bytes(max_rows, num_heads, num_kv_heads, head_dim, device)
     return torch.zeros(size // 4, dtype=torch.float32, device=device)

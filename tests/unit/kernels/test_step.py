@@ -44,7 +44,7 @@ class Decoder:
         )
         heads = batch.heads * batch.group
         needed = make_workspace(rows, heads, batch.heads, batch.dim, DEVICE).numel()
-        self.workspace = full((needed,), 0.0, torch.float32)
+        self.workspace = full((needed,), -77.0, torch.float32)
         self.out = full((rows, heads, batch.dim), -77.0, batch.dtype)
 
     def step(self) -> None:
@@ -122,20 +122,13 @@ def test_both_implementations_decode_alike(unit: int) -> None:
     torch_outputs, torch_decoder = run("torch", unit)
     for got, want in zip(triton_outputs, torch_outputs, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
-        # Both round once to bf16; the kernel rounds the probabilities as well, and a unit swapped
-        # at the threshold has a small weight.
-        assert error <= 6 * UNIT_ROUNDOFF[torch.bfloat16]
+        # Both round once to bf16; the kernel rounds the probabilities as well.
+        assert error <= 3 * UNIT_ROUNDOFF[torch.bfloat16]
     used = triton_decoder.plan.list_rows[triton_decoder.plan.k_units > 0].long()
     assert len(used) == 2
     kept = int(triton_decoder.plan.k_units.max())
-    for row in used.tolist():
-        for head in range(triton_decoder.batch.heads):
-            got, want = (
-                set(decoder.indices[row, head, :kept].tolist())
-                for decoder in (triton_decoder, torch_decoder)
-            )
-            # Scores that differ in their rounding may swap a unit at the threshold.
-            assert len(got & want) >= 0.95 * kept
+    got = triton_decoder.indices[used][..., :kept]
+    assert torch.equal(got, torch_decoder.indices[used][..., :kept])
     for name, plane in triton_decoder.planes.tensors().items():
         same = torch_decoder.planes.tensors()[name]
         assert torch.equal(plane.view(torch.uint8), same.view(torch.uint8)), name
