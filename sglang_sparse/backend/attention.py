@@ -31,7 +31,7 @@ from sglang_sparse.backend.selection import (
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.graph_variants import Variant
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import SparseLaunch, launch_of
 from sglang_sparse_kernels.plan import DecodePlan, plan_decode, snapshot_page_table
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
@@ -63,36 +63,12 @@ class SparseAttentionBackend(AttentionBackend):
         """
         super().__init__()
         hooks.verify()
-        launch = launch_of(runner.server_args)
-        if launch is None:
-            raise ConfigError(
-                flag="--attention-backend",
-                value="sparse",
-                problem="no sparse configuration reached this process",
-                allowed="a start through sglang.launch_server, sglang serve or sglang.Engine",
-                remedy="start it that way",
-            )
-        pool = runner.token_to_kv_pool
-        if not isinstance(pool, SparseMHATokenToKVPool):
-            raise refuse(
-                "--model-path",
-                runner.server_args.model_path,
-                "models with the plain MHA KV pool",
-                f"this model's pool is {type(pool).__name__}: serve it dense",
-            )
-        expected = set(range(pool.start_layer, pool.end_layer))
-        attending = compat.attention_layer_ids(runner.model)
-        if attending != expected:
-            raise refuse(
-                "--model-path",
-                runner.server_args.model_path,
-                "models in which every layer attends once through the KV pool",
-                f"layers {sorted(attending ^ expected)} of this one do not: serve it dense",
-            )
+        launch = _launch_of(runner)
+        _check_runner(runner)
         self.launch = launch
         self.config = launch.config
         self.impl = pools.implementation(runner.server_args.device)
-        self.token_to_kv_pool = pool
+        self.token_to_kv_pool: SparseMHATokenToKVPool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.device = torch.device(runner.device)
         self.max_context_len = runner.model_config.context_len
@@ -103,42 +79,11 @@ class SparseAttentionBackend(AttentionBackend):
         dense: AttentionBackend = self._build_inner()
         self._inners: dict[Variant, AttentionBackend] = {"dense": dense, "sparse": dense}
 
-        kv_heads, head_dim = pool.head_num, pool.head_dim
-        query_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         # Row 0 of the request table is SGLang's padding row.
         self._request_slots = self.req_to_token_pool.req_to_token.shape[0]
-        self.limits = Limits.of(
-            self.config,
-            max_context=self.req_to_token_pool.req_to_token.shape[1],
-            kv_heads=kv_heads,
-            max_rows=self._request_slots,
-        )
+        pool = self.token_to_kv_pool
         layers = selecting_layers(self.config, pool.start_layer, pool.end_layer)
-        keep = self.config.cadence.every > 1
-        kept = kept_bytes(
-            self.limits,
-            layers=len(layers),
-            request_slots=self._request_slots,
-            kv_heads=kv_heads,
-        )
-        if keep and kept > MOST_KEPT_BYTES:
-            raise refuse(
-                "--sparse-config",
-                f"cadence.every={self.config.cadence.every}",
-                f"kept selections of {MOST_KEPT_BYTES >> 30} GiB or less",
-                f"these would take {kept / 2**30:.1f} GiB: lower --max-running-requests "
-                f"(now {self._request_slots - 1}) or the budget, or set cadence.every to 1",
-            )
-        self.buffers = SelectionBuffers(
-            self.limits,
-            keep=keep,
-            layers=len(layers),
-            request_slots=self._request_slots,
-            kv_heads=kv_heads,
-            query_heads=query_heads,
-            head_dim=head_dim,
-            device=self.device,
-        )
+        self.buffers = self._allocate_buffers(runner, len(layers))
         graphs = compat.captures_decode(runner.server_args)
         self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
@@ -159,6 +104,36 @@ class SparseAttentionBackend(AttentionBackend):
         self.steps = {"dense": 0, "sparse": 0}
         self._checked_layers: set[int] = set()
         logger.info(banner.text(self))
+
+    def _allocate_buffers(self, runner: ModelRunner, layers: int) -> SelectionBuffers:
+        pool, keep = self.token_to_kv_pool, self.config.cadence.every > 1
+        limits = Limits.of(
+            self.config,
+            max_context=self.req_to_token_pool.req_to_token.shape[1],
+            kv_heads=pool.head_num,
+            max_rows=self._request_slots,
+        )
+        kept = kept_bytes(
+            limits, layers=layers, request_slots=self._request_slots, kv_heads=pool.head_num
+        )
+        if keep and kept > MOST_KEPT_BYTES:
+            raise refuse(
+                "--sparse-config",
+                f"cadence.every={self.config.cadence.every}",
+                f"kept selections of {MOST_KEPT_BYTES >> 30} GiB or less",
+                f"these would take {kept / 2**30:.1f} GiB: lower --max-running-requests "
+                f"(now {self._request_slots - 1}) or the budget, or set cadence.every to 1",
+            )
+        return SelectionBuffers(
+            limits,
+            keep=keep,
+            layers=layers,
+            request_slots=self._request_slots,
+            kv_heads=pool.head_num,
+            query_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
+            head_dim=pool.head_dim,
+            device=self.device,
+        )
 
     @property
     def inner(self) -> AttentionBackend:
@@ -243,7 +218,7 @@ class SparseAttentionBackend(AttentionBackend):
             self._decode_start,
             page_size=self.token_to_kv_pool.page_size,
             unit=self.config.unit,
-            capacity_units=self.limits.capacity_units,
+            capacity_units=self.buffers.limits.capacity_units,
             min_sparse_tokens=self.config.min_sparse_tokens,
             floor=self.config.budget.floor,
             fraction=self.config.budget.fraction,
@@ -369,3 +344,38 @@ class SparseAttentionBackend(AttentionBackend):
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types."""
         return banner.facts(self)
+
+
+def _launch_of(runner: ModelRunner) -> SparseLaunch:
+    """What the flags resolved to; raises ConfigError if they never reached this process."""
+    launch = launch_of(runner.server_args)
+    if launch is None:
+        raise ConfigError(
+            flag="--attention-backend",
+            value="sparse",
+            problem="no sparse configuration reached this process",
+            allowed="a start through sglang.launch_server, sglang serve or sglang.Engine",
+            remedy="start it that way",
+        )
+    return launch
+
+
+def _check_runner(runner: ModelRunner) -> None:
+    """Refuse, with a ConfigError, what only the loaded model and its pool reveal."""
+    pool, path = runner.token_to_kv_pool, runner.server_args.model_path
+    if not isinstance(pool, SparseMHATokenToKVPool):
+        raise refuse(
+            "--model-path",
+            path,
+            "models with the plain MHA KV pool",
+            f"this model's pool is {type(pool).__name__}: serve it dense",
+        )
+    expected = set(range(pool.start_layer, pool.end_layer))
+    attending = compat.attention_layer_ids(runner.model)
+    if attending != expected:
+        raise refuse(
+            "--model-path",
+            path,
+            "models in which every layer attends once through the KV pool",
+            f"layers {sorted(attending ^ expected)} of this one do not: serve it dense",
+        )

@@ -16,6 +16,7 @@ from sglang_sparse_kernels.select import make_topk_workspace
 # that 1M-token contexts times hundreds of requests do not reserve gigabytes.
 _SCORE_BYTES = 512 << 20
 _MAX_ROWS_A_PASS = 256
+SCORE_ALIGNMENT = 16  # scores of a row start on a 64-byte line, so that kernels load them whole
 # Selections kept across steps are not part of SGLang's memory sizing, so they must stay small.
 MOST_KEPT_BYTES = 4 << 30
 
@@ -25,7 +26,7 @@ class Limits:
     """Capacities that follow from the config and the server, all on the host.
 
     Attributes:
-        max_units: selection units in the longest context.
+        max_units: selection units in the longest context, rounded up to whole lines of scores.
         capacity_units: units that a list holds.
         rows_a_pass: rows scored and attended together.
     """
@@ -37,7 +38,8 @@ class Limits:
     @classmethod
     def of(cls, config: SparseConfig, *, max_context: int, kv_heads: int, max_rows: int) -> Limits:
         """Limits of one server; ``max_rows`` is the most requests that run at once."""
-        max_units = -(-max_context // config.unit)
+        units = -(-max_context // config.unit)
+        max_units = -(-units // SCORE_ALIGNMENT) * SCORE_ALIGNMENT
         rows = _SCORE_BYTES // (kv_heads * max_units * torch.float32.itemsize)
         return cls(
             max_units=max_units,

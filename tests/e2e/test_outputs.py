@@ -71,10 +71,10 @@ def test_selection_is_close_to_the_oracle_on_live_prompts(
         assert seen["pairs"] == 4 * (TOKENS - 1) * KV_HEADS, layer
         # No list of the same length reaches more than the oracle's.
         assert seen["mass"] <= seen["oracle_mass"] + 1e-5, layer
-        assert seen["mass"] >= 0.5 * seen["oracle_mass"], layer
+        assert seen["mass"] >= 0.85 * seen["oracle_mass"], layer
         assert seen["kernel_error"] < 1e-2, layer
-        # What is missed of the mass bounds the output's error only up to the spread of the values.
-        assert seen["output_error"] <= 2.0, layer
+        # Measured when this was written: at worst 0.93 of the oracle's mass and an error of 0.09.
+        assert seen["output_error"] <= 0.2, layer
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_server import CPU_ARGS, MODEL, LiveServer
+from live_server import CPU_ARGS, MODEL, LiveServer, server_environment
 
 from sglang_sparse.tasks import TaskSuite
 
@@ -47,8 +47,6 @@ if __name__ == "__main__":
 
 def run_python(script: str, stdin: str = "") -> str:
     """Standard output of a Python program that starts its own processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("TRITON_INTERPRET", None)
     path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"sparse_program_{os.getpid()}.py")
     # Spawned schedulers import the main module again, so it has to be a file.
     with open(path, "w") as file:
@@ -59,7 +57,7 @@ def run_python(script: str, stdin: str = "") -> str:
             input=stdin,
             capture_output=True,
             text=True,
-            env=environment,
+            env=server_environment({}),
             timeout=600,
             check=False,
         )

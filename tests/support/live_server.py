@@ -41,6 +41,15 @@ def base_args() -> list[str]:
     return BASE_ARGS if torch.cuda.is_available() else [*BASE_ARGS, *CPU_ARGS]
 
 
+def server_environment(extra: dict[str, str]) -> dict[str, str]:
+    """Environment of a process that serves, also beside others on a small machine."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    # OpenMP's spin-waits turn any other load on two cores into minutes.
+    environment |= {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", **extra}
+    environment.pop("TRITON_INTERPRET", None)
+    return environment
+
+
 class LiveServer:
     """One ``python -m sglang.launch_server`` process.
 
@@ -62,15 +71,12 @@ class LiveServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         line = [*command, *base_args(), "--port", str(self.port), *args]
-        # One thread: OpenMP's spin-waits turn any other load on a small machine into minutes.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(env or {})}
-        environment.pop("TRITON_INTERPRET", None)
         self._output = log.open("w")
         self._process = subprocess.Popen(
             line,
             stdout=self._output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=server_environment(env or {}),
             start_new_session=True,
         )
 
@@ -122,8 +128,15 @@ class LiveServer:
         return answers
 
     def flush(self) -> None:
-        """Empty the prefix cache."""
-        self.call("/flush_cache", {})
+        """Empty the prefix cache; SGLang refuses until the last request is put away."""
+        for attempt in range(20):
+            try:
+                self.call("/flush_cache", {})
+                return
+            except urllib.error.HTTPError:
+                if attempt == 19:
+                    raise
+                time.sleep(0.5)
 
     def sparse_state(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``."""
