@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
-
-HAS_GPU = Path("/dev/nvidiactl").exists()
+from machine import HAS_GPU
 
 if not HAS_GPU:
     # Triton reads this when a kernel is decorated, hence before any test module is imported.

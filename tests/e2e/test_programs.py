@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live_server import CPU_ARGS, MODEL, LiveServer, server_environment
+from live_server import MODEL, LiveServer, server_environment
+from machine import HAS_GPU
 
 from sglang_sparse.tasks import TaskSuite
 
@@ -77,7 +78,7 @@ def test_engine_decodes_sparsely(suite: TaskSuite) -> None:
         "max_total_tokens": 16384,
         "max_running_requests": 4,
     }
-    if "--device" in CPU_ARGS and not os.path.exists("/dev/nvidiactl"):
+    if not HAS_GPU:
         engine |= {"device": "cpu", "disable_overlap_schedule": True, "dtype": "float32"}
     request = {"engine": engine, "prompts": [s.prompt for s in samples]}
     output = run_python(ENGINE_SCRIPT, json.dumps(request))

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import HAS_GPU
+
 from sglang_sparse.config import configs_dir
 
 MODEL = (configs_dir() / "reference" / "model").resolve()
@@ -36,9 +38,7 @@ CPU_ARGS = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32
 
 def base_args() -> list[str]:
     """Flags every server of the tests has; float32 on the CPU, where it is also the faster one."""
-    import torch
-
-    return BASE_ARGS if torch.cuda.is_available() else [*BASE_ARGS, *CPU_ARGS]
+    return BASE_ARGS if HAS_GPU else [*BASE_ARGS, *CPU_ARGS]
 
 
 def server_environment(extra: dict[str, str]) -> dict[str, str]:
