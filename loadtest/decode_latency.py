@@ -20,6 +20,7 @@ import random
 import statistics
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 SHORT, LONG = 16, 144
@@ -84,25 +85,25 @@ def measure(
     }
 
 
-def main() -> None:
-    """Measure every cell that the arguments name and write one JSON file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--base-url", default="http://127.0.0.1:30000")
-    parser.add_argument("--label", required=True, help="name of the measured configuration")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, for every script that measures."""
     parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 32000, 120000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--separate", nargs="*", default=[], metavar="CONTEXTxBATCH")
     parser.add_argument("--vocab", type=int, default=128000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
 
+
+def measure_server(base_url: str, label: str, args: argparse.Namespace, out: Path) -> None:
+    """Measure every cell that the arguments name; the report is written after each of them."""
     cells = [(c, b, True) for c in args.contexts for b in args.batches]
-    cells += [(*map(int, cell.split("x")), False) for cell in args.separate]  # type: ignore[misc]
-    info = call(args.base_url, "/server_info")
+    for cell in args.separate:
+        context, batch = map(int, cell.split("x"))
+        cells.append((context, batch, False))
+    info = call(base_url, "/server_info")
     state = (info.get("internal_states") or [{}])[0]
     report: dict[str, Any] = {
-        "label": args.label,
+        "label": label,
         "sglang": info.get("version"),
         "attention_backend": info.get("attention_backend"),
         "max_total_num_tokens": info.get("max_total_num_tokens"),
@@ -112,17 +113,25 @@ def main() -> None:
     }
     for context, batch, shared in cells:
         cell = measure(
-            args.base_url, context, batch, shared=shared, vocab=args.vocab, repeats=args.repeats
+            base_url, context, batch, shared=shared, vocab=args.vocab, repeats=args.repeats
         )
         report["cells"].append(cell)
         print(json.dumps(cell), flush=True)
-        with open(args.out, "w") as file:
-            json.dump(report, file, indent=1)
-    report["decode_steps"] = (
-        (call(args.base_url, "/server_info").get("internal_states") or [{}])[0].get("sparse") or {}
-    ).get("decode_steps")
-    with open(args.out, "w") as file:
-        json.dump(report, file, indent=1)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+    sparse = call(base_url, "/server_info")["internal_states"][0].get("sparse") or {}
+    report["decode_steps"] = sparse.get("decode_steps")
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure one running server."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--base-url", default="http://127.0.0.1:30000")
+    parser.add_argument("--label", required=True, help="name of the measured configuration")
+    parser.add_argument("--out", type=Path, required=True)
+    add_arguments(parser)
+    args = parser.parse_args()
+    measure_server(args.base_url, args.label, args, args.out)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start a dense and sparse servers in turn on one GPU, and measure each with `decode_latency.py`.
+
+    python loadtest/compare_latency.py --out loadtest/results/h200
+    python loadtest/render_latency.py loadtest/results/h200 README.md
+
+One run on one machine: the same model shape with dummy weights, the same flags but for the
+attention, the same prompts. Each report also holds the GPU, the commit and the peak GPU memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from decode_latency import add_arguments, measure_server
+
+HERE = Path(__file__).parent
+# Short rows are measured sparse too, so that the crossover can be read off.
+SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 4096}']
+CONFIGURATIONS = {
+    "dense": ["--attention-backend", "flashinfer"],
+    "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
+    "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
+}
+START_SECONDS = 400
+
+
+def server_command(model: Path, port: int, max_batch: int, attention: list[str]) -> list[str]:
+    """Command line of one server; without a tokenizer, since prompts are token ids."""
+    return [
+        *(sys.executable, "-m", "sglang.launch_server", "--port", str(port)),
+        *("--model-path", str(model), "--load-format", "dummy", "--skip-tokenizer-init"),
+        *("--mem-fraction-static", "0.85", "--random-seed", "1"),
+        *("--max-running-requests", str(2 * max_batch)),
+        *("--cuda-graph-max-bs-decode", str(max_batch)),
+        "--cuda-graph-backend-prefill=disabled",
+        *attention,
+    ]
+
+
+def wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    """Return when the server answers; raise RuntimeError with the end of its log otherwise."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+
+
+def output_of(*command: str) -> str | None:
+    """First line that a command prints, or None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip().splitlines()[0]
+
+
+def gpu(field: str) -> str | None:
+    """One field of `nvidia-smi`, of the first GPU."""
+    return output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
+
+
+def run(label: str, args: argparse.Namespace) -> None:
+    """Start the server of one configuration, measure it, end it, complete its report."""
+    out, log = args.out / f"{label}.json", args.logs / f"{label}.log"
+    url = f"http://127.0.0.1:{args.port}"
+    command = server_command(args.model, args.port, max(args.batches), CONFIGURATIONS[label])
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            wait_until_up(server, url, log)
+            measure_server(url, label, args, out)
+            used = gpu("memory.used")
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    report = json.loads(out.read_text())
+    report["peak_memory_mib"] = None if used is None else int(used)
+    report["device"] = gpu("name")
+    report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
+    report["command"] = command[1:]
+    out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure the named configurations, one after the other."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
+    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS))
+    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
+    parser.add_argument(
+        "--logs", type=Path, help="folder of the servers' logs; the same by default"
+    )
+    add_arguments(parser)
+    args = parser.parse_args()
+    args.logs = args.logs or args.out
+    for label in args.configurations:
+        print(f"== {label}", flush=True)
+        run(label, args)
+
+
+if __name__ == "__main__":
+    main()
