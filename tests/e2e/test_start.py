@@ -225,7 +225,7 @@ def test_sglang_serve_takes_the_flags_too(tmp_path: Path) -> None:
         assert live.sparse_state()["method"] == "sparcas"
         banner = [line for line in live.log.read_text().splitlines() if "sglang-sparse 0" in line]
         assert len(banner) == 1
-        for word in ("sparcas", "4 layers select", "planes", "MiB", "sglang 0.5.17 (tested)"):
+        for word in ("sparcas", "5 layers select", "planes", "MiB", "sglang 0.5.17 (tested)"):
             assert word in banner[0]
     finally:
         live.close()
