@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from live_server import MODEL, LiveServer
 
-from sglang_sparse.tasks import FileEncoder, Sample, TaskSuite
+from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 EVERYTHING = {"budget": {"kind": "tokens", "tokens": 32768}, "min_sparse_tokens": 64}
 SMALL_PAGES = {"page_size": 32}
@@ -57,6 +57,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
 }
 
 
+LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 3  # servers at once; each takes one to two GiB
 
 
@@ -88,7 +89,19 @@ def suite() -> TaskSuite:
 
 
 @pytest.fixture(scope="session")
-def prompts(suite: TaskSuite) -> list[Sample]:
-    """Twenty needle prompts of 1K to 4K tokens, of odd lengths."""
-    lengths = [1000 + 157 * i for i in range(20)]
-    return [suite.samples("multi_key", length=n, count=1, seed=n)[0] for n in lengths]
+def prompts(suite: TaskSuite) -> list[list[int]]:
+    """Twenty prompts of 1K to 4K tokens: four documents cut at five lengths, then the question.
+
+    Number i is document i % 4. The lengths of one document share a prefix, which keeps the tests
+    short: what was prefilled once is reused.
+    """
+    documents = suite.samples("multi_key", length=LENGTHS[-1], count=4, seed=1)
+    prompts = []
+    for length in LENGTHS:
+        for document in documents:
+            question = document.prompt[document.prompt.rindex("\n\n") :]
+            tail = suite.encoder.encode(question)
+            assert document.prompt_ids[-len(tail) :] == tail
+            body = document.prompt_ids[: -len(tail)]
+            prompts.append(body[: length - len(tail)] + tail)
+    return prompts

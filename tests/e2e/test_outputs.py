@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from live_server import LiveServer, logprobs, token_ids
 
-from sglang_sparse.tasks import Sample, TaskSuite
+from sglang_sparse.tasks import TaskSuite
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -32,16 +32,16 @@ def largest_change(before: list[float], after: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def dense_answers(server: Server, prompts: list[Sample]) -> list[list[int]]:
+def dense_answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     """What the dense server says to each of the prompts."""
-    return answers_one_by_one(server("dense"), [p.prompt_ids for p in prompts])
+    return answers_one_by_one(server("dense"), prompts)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_budget_above_the_context_gives_the_dense_answers(
-    server: Server, prompts: list[Sample], dense_answers: list[list[int]], method: str
+    server: Server, prompts: list[list[int]], dense_answers: list[list[int]], method: str
 ) -> None:
-    ids = [p.prompt_ids for p in prompts]
+    ids = prompts
     live = server(f"{method}-everything")
     before = live.sparse_state()["decode_steps"]["sparse"]
     assert answers_one_by_one(live, ids) == dense_answers
@@ -50,10 +50,10 @@ def test_a_budget_above_the_context_gives_the_dense_answers(
 
 
 def test_state_kept_across_steps_and_reused_rows_give_the_dense_answers(
-    server: Server, prompts: list[Sample], dense_answers: list[list[int]]
+    server: Server, prompts: list[list[int]], dense_answers: list[list[int]]
 ) -> None:
     live = server("sparcas-kept")
-    ids = [p.prompt_ids for p in prompts]
+    ids = prompts
     # More requests than rows: a row's next owner must not see what the last one selected.
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == dense_answers
     assert live.sparse_state()["decode_steps"]["sparse"] >= 2 * (TOKENS - 1)
@@ -61,10 +61,10 @@ def test_state_kept_across_steps_and_reused_rows_give_the_dense_answers(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_selection_is_close_to_the_oracle_on_live_prompts(
-    server: Server, prompts: list[Sample], method: str
+    server: Server, prompts: list[list[int]], method: str
 ) -> None:
     live = server(method)
-    answers_one_by_one(live, [p.prompt_ids for p in prompts[10:14]])
+    answers_one_by_one(live, prompts[10:14])
     layers = live.sparse_state()["fidelity"]
     assert layers, "the probe saw no sparse step"
     for layer, seen in layers.items():
@@ -82,7 +82,7 @@ def test_chat_answers_a_question_about_a_fact_thousands_of_tokens_back(
     server: Server, suite: TaskSuite, method: str
 ) -> None:
     live = server(method)
-    samples = suite.samples("passkey", length=4000, count=5, seed=5)
+    samples = suite.samples("passkey", length=4000, count=3, seed=5)
     right = 0
     for sample in samples:
         body = {
@@ -93,7 +93,7 @@ def test_chat_answers_a_question_about_a_fact_thousands_of_tokens_back(
         }
         reply = live.call("/v1/chat/completions", body)["choices"][0]["message"]["content"]
         right += all(value in reply for value in sample.values)
-    assert right >= 4
+    assert right == len(samples)
 
 
 @pytest.mark.parametrize("name", ["sparcas", "sparcas-chunked"])
@@ -117,27 +117,27 @@ def test_a_second_request_reuses_the_prefix_and_answers_as_if_cold(
     assert changes["sparse"] <= max(10 * changes["dense"], 1e-3)
 
 
-def test_chunked_prompts_answer_like_whole_ones(server: Server, prompts: list[Sample]) -> None:
-    ids = [p.prompt_ids for p in prompts[4:16:4]]
+def test_chunked_prompts_answer_like_whole_ones(server: Server, prompts: list[list[int]]) -> None:
+    ids = [prompts[4], prompts[9], prompts[14]]
     assert answers_one_by_one(server("sparcas-chunked"), ids) == answers_one_by_one(
         server("sparcas"), ids
     )
 
 
-def test_batch_neighbours_do_not_change_answers(server: Server, prompts: list[Sample]) -> None:
+def test_batch_neighbours_do_not_change_answers(server: Server, prompts: list[list[int]]) -> None:
     live = server("sparcas")
     # Mixed lengths, and one that is short enough to run dense in the same batch.
-    ids = [prompts[i].prompt_ids for i in (0, 7, 15)] + [prompts[3].prompt_ids[:40]]
+    ids = [prompts[i] for i in (0, 7, 14)] + [prompts[3][:40]]
     alone = answers_one_by_one(live, ids)
     live.flush()
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == alone
 
 
 def test_answers_survive_eviction_and_reuse_of_their_pages(
-    server: Server, prompts: list[Sample]
+    server: Server, prompts: list[list[int]]
 ) -> None:
     live = server("sparcas-chunked")
-    ids = [p.prompt_ids for p in prompts[16:20]]
+    ids = prompts[16:20]
     cold = answers_one_by_one(live, ids)
     # 16K tokens of prompts through a pool of 8K: every page has had several owners by the end.
     for _ in range(2):
@@ -147,9 +147,9 @@ def test_answers_survive_eviction_and_reuse_of_their_pages(
             assert answer[0]["meta_info"]["cached_tokens"] < 64, "its pages were not evicted"
 
 
-def test_an_aborted_request_leaves_no_trace(server: Server, prompts: list[Sample]) -> None:
+def test_an_aborted_request_leaves_no_trace(server: Server, prompts: list[list[int]]) -> None:
     live = server("sparcas-chunked")
-    prompt = prompts[10].prompt_ids
+    prompt = prompts[10]
     expected = answers_one_by_one(live, [prompt])[0]
     live.flush()
     with ThreadPoolExecutor(1) as pool:
