@@ -5,7 +5,8 @@
     python loadtest/render_latency.py loadtest/results/h200 README.md
 
 One run on one machine: the same model shape with dummy weights, the same flags but for the
-attention, the same prompts. Each report also holds the GPU, the commit and the peak GPU memory.
+attention, the same prompts. Each report also holds the GPU, the commit and the GPU memory in use
+at its end.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def run(label: str, args: argparse.Namespace) -> None:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
     report = json.loads(out.read_text())
-    report["peak_memory_mib"] = None if used is None else int(used)
+    report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")
     report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
     report["command"] = command[1:]

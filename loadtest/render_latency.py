@@ -45,16 +45,16 @@ def table(folder: Path) -> str:
         lines.append("| " + " | ".join(row) + " |")
     lines += [
         "",
-        "| | KV tokens that fit | planes | peak GPU memory |",
+        "| | KV tokens that fit | planes | GPU memory in use after it |",
         "| --- | ---: | ---: | ---: |",
     ]
     for report in (dense, *sparse):
         planes = sum((report.get("sparse") or {}).get("plane_bytes", {}).values())
-        peak = report.get("peak_memory_mib")
+        used = report.get("memory_used_mib")
         lines.append(
             f"| {report['label']} | {report['max_total_num_tokens']:,} | "
             + (f"{planes / GIB:.2f} GiB" if planes else "none")
-            + f" | {'not measured' if peak is None else f'{peak / 1024:.1f} GiB'} |"
+            + f" | {'not measured' if used is None else f'{used / 1024:.1f} GiB'} |"
         )
     return "\n".join(lines)
 
