@@ -93,7 +93,7 @@ def run(label: str, args: argparse.Namespace) -> None:
     report = json.loads(out.read_text())
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")
-    report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
+    report["commit"] = args.commit or output_of("git", "rev-parse", "--short", "HEAD")
     report["command"] = command[1:]
     out.write_text(json.dumps(report, indent=1) + "\n")
 
@@ -108,6 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--logs", type=Path, help="folder of the servers' logs; the same by default"
     )
+    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     add_arguments(parser)
     args = parser.parse_args()
     args.logs = args.logs or args.out

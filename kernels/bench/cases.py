@@ -270,7 +270,8 @@ class Case:
         assert torch.equal(defined, ~self.scores.isnan()), "scores are written where they should be"
         got, want = self.scores[defined], want[defined]
         errors["score"] = float((got - want).norm() / want.norm().clamp(min=1e-30))
-        assert errors["score"] < 1e-5, f"score: relative error {errors['score']}"
+        # An 8-bit sketch is summed in fp16.
+        assert errors["score"] < (2e-3 if self.unit == 1 else 1e-5), f"score: {errors['score']}"
         self.select(impl="torch")
         assert torch.equal(self.indices[1:], got_indices), "select_topk"
         self.indices.fill_(-1)

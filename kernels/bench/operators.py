@@ -24,7 +24,7 @@ from sglang_sparse_kernels.score import kernel as score_kernel
 HEADS = 8
 BUDGET = 2048
 SCORES = ("normal", "clustered", "tied")
-SKETCH_SWEEP = ((512, 4), (512, 3), (1024, 2))
+SKETCH_SWEEP = ((2048, 3), (1024, 4), (512, 8))
 MINMAX_SWEEP = ((64, 3), (128, 2), (32, 6))
 ATTEND_SWEEP = (
     (64, 3, 4, 3),

@@ -98,7 +98,7 @@ def sketch_score(
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        channels: int32 [list rows, H, D_b], from :func:`select_channels`, or chosen here.
+        channels: int32 [list rows, H, D_b], from :func:`select_channels`, or written here.
         key_sketch: [pages, H, D, P] float8_e4m3fn, int8 or bfloat16, one layer.
         key_sketch_scale: float32 [pages, H, P] for int8, else None.
         plan: R rows; page_table, tail_start, k_units, reselect, refresh and list_rows are read.
@@ -106,7 +106,7 @@ def sketch_score(
         out: float32 [R, H, max_units], max_units >= tail_start.
         block_max: float32 [R, H, padded_blocks(max_units)], optional; "triton" writes the largest
             score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
-        choose_channels: call :func:`select_channels` first.
+        choose_channels: first do what :func:`select_channels` does, in the same launch.
         impl: "triton" or "torch".
 
     Raises:
@@ -126,9 +126,9 @@ def sketch_score(
         raise ValueError("key_sketch_scale goes with an int8 key_sketch, and only with it")
     check_shape("channels", channels, (-1, heads, -1))
     check_shape("out", out, (rows, heads, -1))
-    if choose_channels:
-        select_channels(q, channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
     if impl == "torch":
+        if choose_channels:
+            select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
         sketch_score_reference(
             q, channels, key_sketch, key_sketch_scale, plan, reduce=reduce, out=out
         )
@@ -140,7 +140,15 @@ def sketch_score(
     from .kernel import sketch_score_triton
 
     sketch_score_triton(
-        q, channels, key_sketch, key_sketch_scale, plan, reduce=reduce, out=out, block_max=block_max
+        q,
+        channels,
+        key_sketch,
+        key_sketch_scale,
+        plan,
+        reduce=reduce,
+        out=out,
+        block_max=block_max,
+        choose_channels=choose_channels,
     )
 
 

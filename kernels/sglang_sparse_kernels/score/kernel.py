@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 """Triton implementation of channel selection and of the two scores."""
+
+import math
 
 import torch
 import triton
@@ -14,16 +16,39 @@ from ..select import BLOCK_UNITS
 from ..triton_ops import dot
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
-SKETCH_TILE_TOKENS = 512
-SKETCH_CTAS_PER_SM = 4
+SKETCH_TILE_TOKENS = 2048
+SKETCH_CTAS_PER_SM = 3
+SKETCH_WARPS = 4
 MINMAX_TILE_UNITS = 64
 MINMAX_CTAS_PER_SM = 3
+MINMAX_WARPS = 4
 
 
 def _splits(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
     # Rounding down keeps all programs resident at once; one more would run alone at the end.
     fill = programs_to_fill(device, ctas_per_sm) // (rows * heads)
     return max(1, min(fill, tiles))
+
+
+@triton.jit
+def _best_channels(
+    p_q, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, KEPT: tl.constexpr
+):
+    """(kept or not, position among the kept) [BD] of the channels by the group's sum of |q|."""
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
+    m_d = o_d < D
+    m_q = (o_g < G)[:, None] & m_d[None, :]
+    # [BG, BD]
+    b_q = tl.load(p_q + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
+    b_i = tl.sum(tl.abs(b_q), 0)
+    # NaN ranks last: all comparisons with it are false, and too many channels would be kept.
+    b_i = tl.where(m_d & (b_i == b_i), b_i, -1.0)
+    # [BD, BD]: entry (i, j) says that channel i ranks before channel j.
+    row = tl.expand_dims(b_i, 1)
+    col = tl.expand_dims(b_i, 0)
+    before = (row > col) | ((row == col) & (o_d[:, None] < o_d[None, :]))
+    m_kept = tl.sum(before.to(tl.int32), 0) < KEPT
+    return m_kept, tl.cumsum(m_kept.to(tl.int32), 0) - 1
 
 
 @triton.jit
@@ -43,22 +68,43 @@ def select_channels_kernel(
 ):
     i_r, i_h = tl.program_id(0), tl.program_id(1)
     if (tl.load(refresh + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
-        m_d = o_d < D
-        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + o_d[None, :]
-        # [BG, BD]
-        b_q = tl.load(p_q, mask=(o_g < G)[:, None] & m_d[None, :], other=0.0).to(tl.float32)
-        b_i = tl.sum(tl.abs(b_q), 0)
-        # NaN ranks last: all comparisons with it are false, and too many channels would be kept.
-        b_i = tl.where(m_d & (b_i == b_i), b_i, -1.0)
-        # [BD, BD]: entry (i, j) says that channel i ranks before channel j.
-        row = tl.expand_dims(b_i, 1)
-        col = tl.expand_dims(b_i, 0)
-        before = (row > col) | ((row == col) & (o_d[:, None] < o_d[None, :]))
-        kept = (tl.sum(before.to(tl.int32), 0) < KEPT).to(tl.int32)
-        o_c = tl.cumsum(kept, 0) - 1
+        p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
+        o_d = tl.arange(0, BD)
+        m_kept, o_c = _best_channels(p_q, G, BG, D, BD, KEPT)
         i_l = tl.load(list_rows + i_r).to(tl.int64)
-        tl.store(channels + (i_l * H + i_h) * KEPT + o_c, o_d, mask=kept != 0)
+        tl.store(channels + (i_l * H + i_h) * KEPT + o_c, o_d, mask=m_kept)
+
+
+@triton.jit
+def _load_channels(p_c, D: tl.constexpr, KEPT: tl.constexpr):
+    """Tuple of ``KEPT`` channels; one that was never chosen must not lead out of bounds."""
+    kept = ()
+    for i_c in tl.static_range(KEPT):
+        kept = kept + (tl.minimum(tl.maximum(tl.load(p_c + i_c), 0), D - 1),)  # noqa: RUF005
+    return kept
+
+
+@triton.jit
+def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexpr):
+    """Tuple of the query's values, float32, head by head over the kept channels."""
+    weights = ()
+    for i_g in tl.static_range(G):
+        for i_c in tl.static_range(KEPT):
+            weights = weights + (tl.load(p_q + i_g * D + kept[i_c]).to(tl.float32),)  # noqa: RUF005
+    return weights
+
+
+@triton.jit
+def _scale_weights(weights, scale, SIZE: tl.constexpr):
+    scaled = ()
+    for i_w in tl.static_range(SIZE):
+        scaled = scaled + ((weights[i_w] / scale).to(tl.float16),)  # noqa: RUF005
+    return scaled
+
+
+@triton.jit
+def _join(b_a, b_b, SUM: tl.constexpr):
+    return b_a + b_b.to(tl.float32) if SUM else tl.maximum(b_a, b_b)
 
 
 @triton.jit
@@ -66,11 +112,12 @@ def _store_scores(
     out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
     m_t = o_t < n
+    # NaN would rank first; as -inf it ranks last.
+    b_score = tl.where(b_score == b_score, b_score, float("-inf"))
     tl.store(out + base + o_t, b_score, mask=m_t)
     if block_max is not None:
         # [BT / BLOCK, BLOCK]
-        m_block = m_t & (b_score == b_score)
-        b_block = tl.reshape(tl.where(m_block, b_score, float("-inf")), (BT // BLOCK, BLOCK))
+        b_block = tl.reshape(tl.where(m_t, b_score, float("-inf")), (BT // BLOCK, BLOCK))
         o_b = tl.min(o_t, 0) // BLOCK + tl.arange(0, BT // BLOCK)
         tl.store(block_max + base_block + o_b, tl.max(b_block, 1), mask=o_b * BLOCK < n)
 
@@ -85,6 +132,7 @@ def sketch_score_kernel(
     tail_start,
     k_units,
     reselect,
+    refresh,
     list_rows,
     out,
     block_max,
@@ -96,66 +144,105 @@ def sketch_score_kernel(
     G: tl.constexpr,
     BG: tl.constexpr,
     D: tl.constexpr,
+    BD: tl.constexpr,
     KEPT: tl.constexpr,
-    BC: tl.constexpr,
     PAGE: tl.constexpr,
     BP: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
     SUM: tl.constexpr,
+    CHOOSE: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        BT: tl.constexpr = BP * PAGE
-        n = tl.load(tail_start + i_r)
-        o_g, o_c, o_p = tl.arange(0, BG), tl.arange(0, BC), tl.arange(0, PAGE)
-        m_c = o_c < KEPT
-        i_l = tl.load(list_rows + i_r).to(tl.int64)
-        # [BC]
-        b_c = tl.load(channels + (i_l * H + i_h) * KEPT + o_c, mask=m_c, other=0)
-        # A row whose channels were never chosen must not read out of bounds.
-        b_c = tl.minimum(tl.maximum(b_c, 0), D - 1)
-        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + b_c[None, :]
-        # [BG, BC]
-        b_q = tl.load(p_q, mask=(o_g < G)[:, None] & m_c[None, :], other=0.0)
+    # What the row's plan says is read at once, not one answer after the other.
+    scored = tl.load(reselect + i_r) != 0
+    fresh = (tl.load(refresh + i_r) != 0) & CHOOSE
+    sparse = tl.load(k_units + i_r) > 0
+    n = tl.where(scored, tl.load(tail_start + i_r), 0)
+    i_l = tl.load(list_rows + i_r).to(tl.int64)
+    if (scored | fresh) & sparse:
+        p_c = channels + (i_l * H + i_h) * KEPT
+        p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
+        if fresh:
+            # Every program of a row chooses for itself, and writes the same, so that none waits
+            # for another.
+            m_kept, o_c = _best_channels(p_q, G, BG, D, BD, KEPT)
+            tl.store(p_c + o_c, tl.arange(0, BD), mask=m_kept)
+            tl.debug_barrier()
+        kept = _load_channels(p_c, D, KEPT)
+        weights = _load_weights(p_q, kept, G, D, KEPT)
         q_scale = 1.0
-        if key_sketch.dtype.element_ty == tl.bfloat16:
-            if b_q.dtype != tl.bfloat16:
-                b_q = b_q.to(tl.float32)
-        else:
-            # 8-bit keys are exact in fp16, and turn into it in one instruction. Dividing the query
-            # by a power of two keeps it in fp16's range without rounding.
-            b_q = b_q.to(tl.float32)
-            largest = tl.max(tl.abs(b_q)).to(tl.int32, bitcast=True) & 0x7F800000
-            q_scale = tl.maximum(largest, 0x00800000).to(tl.float32, bitcast=True)
-            b_q = (b_q / q_scale).to(tl.float16)
+        # fp16 sums halve the arithmetic, and 8-bit keys carry far less precision than they do.
+        SUMS: tl.constexpr = (
+            tl.float32 if key_sketch.dtype.element_ty == tl.bfloat16 else tl.float16
+        )
+        if tl.float16 == SUMS:
+            # A power of two brings the query into fp16's range without rounding it.
+            largest = tl.abs(weights[0])
+            for i_w in tl.static_range(1, G * KEPT):
+                largest = tl.maximum(tl.abs(weights[i_w]), largest)
+            exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+            q_scale = tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
+            weights = _scale_weights(weights, q_scale, G * KEPT)
 
         base = tl.program_id(0).to(tl.int64)
+        o_out = tl.multiple_of(base * width, ALIGN)
         p_table = page_table + i_r.to(tl.int64) * stride_table
-        num_pages = tl.cdiv(n, PAGE)
-        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
+        o_p = tl.arange(0, PAGE)
+        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BP * PAGE), tl.num_programs(1)):
             o_j = i_t * BP + tl.arange(0, BP)
-            m_j = o_j < num_pages
+            m_j = (o_j * PAGE < n)[:, None]
             # [BP]
-            b_page = tl.load(p_table + o_j, mask=m_j, other=0).to(tl.int64)
-            o_e = (b_page * H + i_h)[None, :, None] * (D * PAGE)
-            p_s = key_sketch + o_e + b_c[:, None, None] * PAGE + o_p[None, None, :]
-            # [BC, BP, PAGE]
-            b_s = tl.load(p_s, mask=m_c[:, None, None] & m_j[None, :, None], other=0.0)
-            b_s = tl.reshape(b_s, (BC, BT)).to(b_q.dtype)
-            # [BG, BT]
-            b_a = dot(b_q, b_s, tl.zeros((BG, BT), tl.float32))
-            if SUM:
-                b_score = tl.sum(b_a, 0)
-            else:
-                b_score = tl.max(tl.where((o_g < G)[:, None], b_a, float("-inf")), 0)
-            b_score *= q_scale
+            b_page = tl.load(p_table + o_j, mask=o_j * PAGE < n, other=0).to(tl.int64)
+            b_entry = (b_page * H + i_h)[:, None]
+            p_s = key_sketch + b_entry * (D * PAGE) + o_p[None, :]
+            b_score = tl.full(
+                (BP, PAGE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS
+            )
+            for i_g in tl.static_range(0, G, 4):
+                # Four heads at a time: their sums and a channel's keys fit in registers.
+                b_0 = tl.zeros((BP, PAGE), SUMS)
+                b_1, b_2, b_3 = b_0, b_0, b_0
+                for i_c in tl.static_range(KEPT):
+                    # [BP, PAGE]
+                    b_k = tl.load(p_s + kept[i_c] * PAGE, mask=m_j, other=0.0).to(SUMS)
+                    b_0 += weights[i_g * KEPT + i_c] * b_k
+                    if i_g + 1 < G:
+                        b_1 += weights[(i_g + 1) * KEPT + i_c] * b_k
+                    if i_g + 2 < G:
+                        b_2 += weights[(i_g + 2) * KEPT + i_c] * b_k
+                    if i_g + 3 < G:
+                        b_3 += weights[(i_g + 3) * KEPT + i_c] * b_k
+                b_score = _join(b_score, b_0, SUM)
+                if i_g + 1 < G:
+                    b_score = _join(b_score, b_1, SUM)
+                if i_g + 2 < G:
+                    b_score = _join(b_score, b_2, SUM)
+                if i_g + 3 < G:
+                    b_score = _join(b_score, b_3, SUM)
+            b_score = b_score.to(tl.float32) * q_scale
             if key_sketch_scale is not None:
-                p_x = key_sketch_scale + (b_page * H + i_h)[:, None] * PAGE + o_p[None, :]
                 # [BP, PAGE]
-                b_x = tl.load(p_x, mask=m_j[:, None], other=0.0)
-                b_score *= tl.reshape(b_x, (BT,))
-            o_t = i_t * BT + tl.arange(0, BT)
-            _store_scores(out, block_max, b_score, o_t, n, base * width, base * blocks, BT, BLOCK)
+                b_score *= tl.load(
+                    key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
+                )
+            # NaN would rank first; as -inf it ranks last.
+            b_score = tl.where(b_score == b_score, b_score, float("-inf"))
+            p_o = out + o_out + (i_t * BP * PAGE)
+            o_t = tl.arange(0, BP)[:, None] * PAGE + o_p[None, :]
+            left = n - i_t * BP * PAGE
+            if left >= BP * PAGE:
+                tl.store(p_o + o_t, b_score)
+            else:
+                tl.store(p_o + o_t, b_score, mask=o_t < left)
+            if block_max is not None:
+                b_score = tl.where(o_t < left, b_score, float("-inf"))
+                # [BP, PAGE / BLOCK]
+                b_max = tl.max(tl.reshape(b_score, (BP, PAGE // BLOCK, BLOCK)), 2)
+                o_b = tl.arange(0, BP)[:, None] * (PAGE // BLOCK)
+                o_b += tl.arange(0, PAGE // BLOCK)[None, :]
+                p_b = block_max + base * blocks + i_t * (BP * PAGE // BLOCK)
+                tl.store(p_b + o_b, b_max, mask=o_b * BLOCK < left)
 
 
 @triton.jit
@@ -185,9 +272,10 @@ def page_minmax_score_kernel(
     SUM: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
+    scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
+    n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
+    if scored & sparse:
         PER_PAGE: tl.constexpr = PAGE // UNIT
-        n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = o_d < D
         p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[None, :] * D + o_d[:, None]
@@ -257,6 +345,7 @@ def sketch_score_triton(
     reduce: str,
     out: torch.Tensor,
     block_max: torch.Tensor | None,
+    choose_channels: bool,
 ) -> None:
     """Launch :func:`sketch_score_kernel`: programs of a row and head take its tiles in turn."""
     rows, query_heads, dim = q.shape
@@ -275,6 +364,7 @@ def sketch_score_triton(
         plan.tail_start,
         plan.k_units,
         plan.reselect,
+        plan.refresh,
         plan.list_rows,
         out,
         block_max,
@@ -284,15 +374,17 @@ def sketch_score_triton(
         0 if block_max is None else block_max.shape[2],
         H=heads,
         G=group,
-        BG=max(16, next_power_of_2(group)),
+        BG=next_power_of_2(group),
         D=dim,
+        BD=next_power_of_2(dim),
         KEPT=kept,
-        BC=max(16, next_power_of_2(kept)),
         PAGE=page_size,
         BP=tile // page_size,
         BLOCK=BLOCK_UNITS,
+        ALIGN=math.gcd(out.shape[2], 16),
         SUM=reduce == "sum",
-        num_warps=4,
+        CHOOSE=choose_channels,
+        num_warps=SKETCH_WARPS,
     )
 
 
@@ -338,5 +430,5 @@ def page_minmax_score_triton(
         BU=MINMAX_TILE_UNITS,
         BLOCK=BLOCK_UNITS,
         SUM=reduce == "sum",
-        num_warps=4,
+        num_warps=MINMAX_WARPS,
     )

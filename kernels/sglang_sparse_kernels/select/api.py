@@ -41,8 +41,8 @@ def select_topk(
             entries past its count are undefined.
         out_counts: int32 [list rows, H], contiguous.
         workspace: at least R rows, from :func:`make_topk_workspace`. Needed by "triton".
-        has_block_max: ``workspace.block_max`` already holds this step's block maxima, written by
-            the score kernel.
+        has_block_max: ``workspace.block_max`` already holds this step's block maxima and
+            ``scores`` hold neither NaN nor +inf: a score kernel of this package wrote both.
         impl: "triton" or "torch".
 
     Raises:

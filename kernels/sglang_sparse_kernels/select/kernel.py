@@ -19,19 +19,17 @@ from .types import BLOCK_UNITS, TopkWorkspace
 
 MAX_BLOCKS = 16384
 MIN_UNITS, MAX_UNITS = 16384, 32768
+MAX_WARPS = 16
 BLOCK_MAX_TILE = 4096
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 def _tiles(width: int, capacity: int) -> tuple[int, int, int]:
-    """(block maxima, units, warps): what one program holds in registers at a time.
-
-    Few warps with many scores each: what a search does once a warp costs more than the scores.
-    """
+    """(block maxima, units, warps): what one program holds in registers at a time."""
     blocks = next_power_of_2(triton.cdiv(width, BLOCK_UNITS))
     wanted = max(MIN_UNITS, next_power_of_2(capacity) * BLOCK_UNITS)
     units = min(wanted, MAX_UNITS, max(1024, next_power_of_2(width)))
-    return min(max(blocks, 1024), MAX_BLOCKS), units, max(4, min(16, units // 2048))
+    return min(max(blocks, 1024), MAX_BLOCKS), units, max(4, min(MAX_WARPS, units // 512))
 
 
 @triton.jit
@@ -60,11 +58,18 @@ def block_max_kernel(
 
 
 @triton.jit
-def _rankable(b_s, forced, valid):
-    """Scores as they rank: NaN is -inf, -0 is +0; forced ones are +inf and alone are."""
-    b_s = tl.where(b_s == b_s, b_s, float("-inf"))
-    b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
-    return tl.where(valid, tl.where(forced, float("inf"), b_s), float("-inf"))
+def _rankable(b_s, b_u, forced_below, free_below, n, CLEAN: tl.constexpr):
+    """Scores of units ``b_u`` (of a block, its first) as they rank.
+
+    Free are the units of [forced_below, free_below); the others are +inf below ``n``, where they
+    are forced, and -inf from there on. Of the free ones NaN is -inf and -0 is +0; ``CLEAN`` scores
+    hold neither, nor +inf.
+    """
+    if not CLEAN:
+        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
+        b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
+    free = (b_u >= forced_below) & (b_u < free_below)
+    return tl.where(free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
 
 
 @triton.jit
@@ -196,16 +201,27 @@ def _store_winners(p_out, b_win, b_i, taken, k):
 
 @triton.jit
 def _prune(
-    p_max, p_blocks, num_blocks, k, forced_below, forced_from, BT: tl.constexpr, BLOCK: tl.constexpr
+    p_max,
+    p_blocks,
+    n,
+    k,
+    forced_below,
+    free_below,
+    BT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
     """List the k blocks that hold the k best units; returns a score that k units reach."""
+    num_blocks = tl.cdiv(n, BLOCK)
     C: tl.constexpr = 16
     o_r = tl.arange(0, BT // C)
     o_b = o_r[:, None] * C + tl.arange(0, C)[None, :]
     # [BT / C, C]; rows are padded, so that they load whole.
     b_s = tl.load(p_max + o_b, mask=(o_r * C < num_blocks)[:, None], other=float("-inf"))
-    forced = (o_b * BLOCK < forced_below) | ((o_b + 1) * BLOCK > forced_from)
-    b_s = _rankable(b_s, forced, o_b < num_blocks)
+    o_u = o_b * BLOCK
+    # With nothing recent to force, the last block is free whole.
+    free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
+    b_s = _rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n, CLEAN)
     b_win, floor = _winners(b_s, o_b, float("-inf"), num_blocks - 1, k, BT)
     _store_winners(p_blocks, b_win, o_b, 0, k)
     return floor
@@ -213,16 +229,26 @@ def _prune(
 
 @triton.jit
 def _load_units(
-    p_scores, b_block, m_b, n, forced_below, forced_from, BLOCK: tl.constexpr, WHOLE: tl.constexpr
+    p_scores,
+    b_block,
+    m_b,
+    n,
+    forced_below,
+    free_below,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
-    """(scores, units) [blocks, BLOCK]; ``WHOLE`` says that a row's last block is readable whole."""
+    """(scores, units) [blocks, BLOCK]; ``WHOLE`` says that a row's last block is readable whole.
+
+    Blocks that are masked off must lie past the end.
+    """
     o_u = b_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    m_u = m_b[:, None] & (o_u < n)
     if WHOLE:
         b_s = tl.load(p_scores + o_u, mask=m_b[:, None], other=float("-inf"))
     else:
-        b_s = tl.load(p_scores + o_u, mask=m_u, other=float("-inf"))
-    return _rankable(b_s, (o_u < forced_below) | (o_u >= forced_from), m_u), o_u
+        b_s = tl.load(p_scores + o_u, mask=m_b[:, None] & (o_u < n), other=float("-inf"))
+    return _rankable(b_s, o_u, forced_below, free_below, n, CLEAN), o_u
 
 
 @triton.jit
@@ -236,18 +262,19 @@ def _take(
     n,
     k,
     forced_below,
-    forced_from,
+    free_below,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
     """Write the k best units of the listed blocks, or of all blocks if not ``pruned``."""
     o_b = tl.arange(0, BT // BLOCK)
     m_b = o_b < num_blocks
     b_block = tl.load(p_blocks + o_b, mask=m_b & pruned, other=0)
-    b_block = tl.where(pruned, b_block, o_b)
+    b_block = tl.where(pruned & m_b, b_block, tl.where(m_b, o_b, tl.cdiv(n, BLOCK)))
     # [BT / BLOCK, BLOCK]
-    b_s, o_u = _load_units(p_scores, b_block, m_b, n, forced_below, forced_from, BLOCK, WHOLE)
+    b_s, o_u = _load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
     b_win, _ = _winners(b_s, o_u, floor, n - 1, k, BT)
     _store_winners(p_out, b_win, o_u, 0, k)
 
@@ -259,10 +286,11 @@ def _take_streamed(
     n,
     k,
     forced_below,
-    forced_from,
+    free_below,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
     """Write the k best of any number of units, reading all of them at every step of a bisection."""
     ROWS: tl.constexpr = BT // BLOCK
@@ -278,7 +306,7 @@ def _take_streamed(
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
             b_s, _ = _load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, forced_from, BLOCK, WHOLE
+                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
             )
             count += tl.sum((b_s >= score).to(tl.int32))
         above = tl.where(count >= k, above, count)
@@ -291,7 +319,7 @@ def _take_streamed(
         o_b = i_b + tl.arange(0, ROWS)
         # [ROWS, BLOCK]
         b_s, o_u = _load_units(
-            p_scores, o_b, o_b < num_blocks, n, forced_below, forced_from, BLOCK, WHOLE
+            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
         )
         b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
         b_ties = tl.sum(b_tie, 1)
@@ -325,6 +353,7 @@ def select_topk_kernel(
     BU: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     # What the row's plan says is read at once, not one answer after the other.
@@ -337,9 +366,7 @@ def select_topk_kernel(
         tl.store(out_counts + i_l, k)
         if k > 0:
             forced_below = tl.cdiv(sink, UNIT)
-            forced_from = tl.maximum(tokens - recent, 0) // UNIT
-            # With nothing recent to force, the rounded-up last block must not look forced.
-            forced_from = tl.where(forced_from < n, forced_from, 2147483647)
+            free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
             p_blocks = block_list + i_rh * list_blocks
@@ -351,28 +378,30 @@ def select_topk_kernel(
             if n <= SU:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, forced_from, SU, BLOCK, WHOLE,
+                    forced_below, free_below, SU, BLOCK, WHOLE, CLEAN,
                 )  # fmt: skip
             elif (n > BU) & ((num_blocks > BB) | (k * BLOCK > BU)):
-                _take_streamed(p_scores, p_out, n, k, forced_below, forced_from, BU, BLOCK, WHOLE)
+                _take_streamed(
+                    p_scores, p_out, n, k, forced_below, free_below, BU, BLOCK, WHOLE, CLEAN
+                )
             else:
                 pruned = n > BU
                 floor = tl.full((), float("-inf"), tl.float32)
                 if pruned:
                     if num_blocks <= SB:
                         floor = _prune(
-                            p_max, p_blocks, num_blocks, k, forced_below, forced_from, SB, BLOCK
+                            p_max, p_blocks, n, k, forced_below, free_below, SB, BLOCK, CLEAN
                         )
                     else:
                         floor = _prune(
-                            p_max, p_blocks, num_blocks, k, forced_below, forced_from, BB, BLOCK
+                            p_max, p_blocks, n, k, forced_below, free_below, BB, BLOCK, CLEAN
                         )
                     num_blocks = k
                     # The list is read back by other threads of this program.
                     tl.debug_barrier()
                 _take(
                     p_scores, p_blocks, p_out, pruned, floor, num_blocks, n, k,
-                    forced_below, forced_from, BU, BLOCK, WHOLE,
+                    forced_below, free_below, BU, BLOCK, WHOLE, CLEAN,
                 )  # fmt: skip
 
 
@@ -429,5 +458,6 @@ def select_topk_triton(
         BU=tile_units,
         BLOCK=BLOCK_UNITS,
         WHOLE=width % BLOCK_UNITS == 0,
+        CLEAN=has_block_max,
         num_warps=warps,
     )

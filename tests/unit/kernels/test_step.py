@@ -47,7 +47,8 @@ class Decoder:
         self.workspace = full((needed,), -77.0, torch.float32)
         self.out = full((rows, heads, batch.dim), -77.0, batch.dtype)
 
-    def step(self) -> None:
+    def step(self, scores: torch.Tensor | None = None) -> None:
+        """One decode step; ``scores`` replace the ones that this implementation computed."""
         batch, plan, impl = self.batch, self.plan, self.impl
         plan_decode(
             batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start,
@@ -69,6 +70,10 @@ class Decoder:
                 batch.q, self.planes.page_min[0], self.planes.page_max[0], plan,
                 unit=batch.unit, page_size=batch.page_size, **options,
             )  # fmt: skip
+        if scores is not None:
+            # Written in the same places; how close they are is test_score's to judge.
+            assert torch.equal(self.scores == -77.0, scores == -77.0)
+            self.scores.copy_(scores)
         select_topk(
             self.scores, plan, unit=batch.unit, sink=4, recent=8, out_indices=self.indices,
             out_counts=self.counts, workspace=self.topk, has_block_max=True, impl=impl,
@@ -104,22 +109,27 @@ def planes_before(batch: Batch, steps: int) -> PlaneBuffers:
     return batch.make_planes("fp8" if batch.unit == 1 else None, batch.unit > 1)
 
 
-def run(impl: str, unit: int) -> tuple[list[torch.Tensor], Decoder]:
+def run(
+    impl: str, unit: int, scores: list[torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Decoder]:
+    """(outputs, scores) of every step and the decoder after the last; ``scores`` of another run
+    make the selection of both the same."""
     batch = make_batch(unit)
     decoder = Decoder(batch, planes_before(batch, STEPS), impl)
-    outputs = []
+    outputs, computed = [], []
     for step in range(STEPS, -1, -1):
         decoder.seq_lens.copy_((batch.seq_lens - step).clamp(min=1))
-        decoder.step()
+        decoder.step(None if scores is None else scores[len(outputs)])
         outputs.append(decoder.out.clone())
+        computed.append(decoder.scores.clone())
         decoder.guarded.check()
-    return outputs, decoder
+    return outputs, computed, decoder
 
 
 @pytest.mark.parametrize("unit", [1, 16])
 def test_both_implementations_decode_alike(unit: int) -> None:
-    triton_outputs, triton_decoder = run("triton", unit)
-    torch_outputs, torch_decoder = run("torch", unit)
+    triton_outputs, scores, triton_decoder = run("triton", unit)
+    torch_outputs, _, torch_decoder = run("torch", unit, scores)
     for got, want in zip(triton_outputs, torch_outputs, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
         # Both round once to bf16; the kernel rounds the probabilities as well.
@@ -165,7 +175,7 @@ def test_broken_numbers_stay_inside_their_buffers(unit: int, broken: str) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("unit", [1, 16])
 def test_a_captured_step_follows_the_lengths_on_the_device(unit: int) -> None:
-    eager, _ = run("triton", unit)
+    eager, _, _ = run("triton", unit)
     batch = make_batch(unit)
     decoder = Decoder(batch, planes_before(batch, STEPS), "triton")
     # Compile outside of the capture, on padding rows alone, which must change no plane in use.
