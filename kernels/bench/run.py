@@ -199,11 +199,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
     parser.add_argument("--quick", action="store_true", help="one small shape, few replays")
+    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--no-dense", action="store_true", help="run without FlashInfer")
     args = parser.parse_args()
     bench = Bench(replays=5 if args.quick else 20)
     print(f"device copy: {bench.bandwidth / 1e12:.2f} TB/s", flush=True)
-    contexts, batches = ([32_768], [1]) if args.quick else ([32_768, 131_072], [1, 8, 16])
+    contexts, batches = ([32_768], [1]) if args.quick else ([32_768, 131_072], args.batches)
     begin = time.monotonic()
     try:
         for context in contexts:
@@ -218,7 +220,7 @@ def main() -> None:
     finally:
         report = {
             "device": torch.cuda.get_device_name(),
-            "commit": commit(),
+            "commit": args.commit or commit(),
             "versions": versions(),
             "copy_bytes_per_second": bench.bandwidth,
             "seconds": time.monotonic() - begin,

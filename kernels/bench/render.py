@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the README's kernel table, and a plot beside the report, from the JSON of `run.py`.
+
+``python kernels/bench/render.py kernels/bench/results/h200/bench.json README.md``
+
+The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
+SHAPES = ((32_768, 1), (131_072, 1), (32_768, 16), (131_072, 16))
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """Microseconds, then the share of copy bandwidth or the speed over dense."""
+    if row is None:
+        return "-"
+    if "speedup_over_dense" in row:
+        return f"{row['us']:.1f} ({row['speedup_over_dense']:.1f} x dense)"
+    return f"{row['us']:.1f} ({row['of_copy_bandwidth']:.0%})"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The Markdown table: an operator or step a line, a shape a column."""
+    rows = {(r["name"], r["context"], r["batch"]): r for r in report["rows"]}
+    names = dict.fromkeys(r["name"] for r in report["rows"] if r["context"] >= SHAPES[0][0])
+    lines = ["| µs | " + " | ".join(f"{c // 1024}K x {b}" for c, b in SHAPES) + " |"]
+    lines.append("| --- |" + " ---: |" * len(SHAPES))
+    for name in names:
+        if any((name, *shape) in rows for shape in SHAPES):
+            cells = (cell(rows.get((name, *shape))) for shape in SHAPES)
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    copied = report["copy_bytes_per_second"] / 1e12
+    lines += ["", f"{report['device']}, commit {report['commit']}, copy {copied:.2f} TB/s."]
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Bars of dense attention and every preset's step, for each shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = {(r["name"], r["context"], r["batch"]): r["us"] for r in report["rows"]}
+    steps = dict.fromkeys(
+        r["name"] for r in report["rows"] if r["name"].endswith((": step", "dense"))
+    )
+    figure, axes = plt.subplots(figsize=(7, 3))
+    width = 0.8 / len(steps)
+    for i, name in enumerate(steps):
+        heights = [rows.get((name, *shape), 0.0) for shape in SHAPES]
+        places = [x + i * width for x in range(len(SHAPES))]
+        axes.bar(places, heights, width, label=name)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(SHAPES))])
+    axes.set_xticklabels([f"{c // 1024}K x {b}" for c, b in SHAPES])
+    axes.set_yscale("log")
+    axes.set_ylabel("attention of one layer, µs")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    """Replace what stands between the markers, and draw the plot."""
+    source, readme = Path(sys.argv[1]), Path(sys.argv[2])
+    report = json.loads(source.read_text())
+    before, rest = readme.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(f"{before}{BEGIN}\n{table(report)}\n{END}{after}")
+    plot(report, source.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
