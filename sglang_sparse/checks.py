@@ -35,6 +35,9 @@ ATTENTION_RULES = (
     Rule("enable_lora", _OFF, "LoRA graphs take the graph variant that sparse decode needs"),
     Rule("lora_paths", (None, [], {}), "LoRA graphs take the graph variant of sparse decode"),
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
+    Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
+    Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),
+    Rule("smg_grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("enable_torch_compile", _OFF, "the backend cannot be traced"),
 )
 

@@ -27,6 +27,14 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
     PyTorch index writes on the CPU: SGLang avoids Triton by the backend's name, and "sparse" is
     not a name that it knows.
+``managers/tokenizer_manager.py: TokenizerManager``
+    ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
+    ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
+    that. Both run in the one tokenizer process that loads plugins.
+``managers/schedule_batch.py: Req.sampling_params.custom_params``, ``Req.req_pool_idx``
+    What a request asked for, and its row of per-request state.
+``model_executor/forward_batch_info.py: ForwardBatch.init_new``
+    The last place that sees a batch's requests, on the forward stream.
 ``managers/scheduler.py: Scheduler.get_internal_state``
     The ``sparse`` block of ``/server_info``.
 """

@@ -18,7 +18,8 @@ _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaG
 
 def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
     """(target, hook, kind) for every hook; imported late, since targets import this package."""
-    from sglang_sparse import flags, graph_variants, pools, server_info
+    from sglang_sparse import flags, graph_variants, pools, request_options, server_info
+    from sglang_sparse.backend import requests
 
     return [
         ("sglang.srt.server_args.ServerArgs.add_cli_args", flags.add_cli_args, "after"),
@@ -35,6 +36,21 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ),
         (f"{_RUNNER}._capture_one_stream", graph_variants.capture_one_stream, "around"),
         (f"{_RUNNER}._make_graph_key", graph_variants.make_graph_key, "around"),
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+            request_options.validate_one_request,
+            "around",
+        ),
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
+            request_options.check_before_streaming,
+            "around",
+        ),
+        (
+            "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+            requests.tell_backend,
+            "after",
+        ),
         ("sglang.srt.utils.common.support_triton", pools.support_triton, "around"),
         ("sglang.srt.mem_cache.allocation.get_last_loc", pools.get_last_loc, "around"),
         (

@@ -9,6 +9,7 @@ from sglang_sparse_kernels import (
     DecodePlan,
     PlaneBuffers,
     TopkWorkspace,
+    budget_row,
     gathered_decode_attention,
     make_topk_workspace,
     make_workspace,
@@ -93,6 +94,7 @@ class Case:
             torch.arange(1, rows + 1, device=device),
             torch.full((rows,), shape.context, dtype=torch.int64, device=device),
             torch.zeros(rows + 1, dtype=torch.int32, device=device),
+            torch.tensor([budget_row(shape.budget, 0.0)] * (rows + 1), device=device).int(),
         )
         self.plan = DecodePlan.allocate(rows, -(-shape.width // size), device)
         self.capacity = -(-shape.budget // unit)
@@ -163,8 +165,6 @@ class Case:
             unit=self.unit,
             capacity_units=self.capacity,
             min_sparse_tokens=1,
-            floor=self.shape.budget,
-            fraction=0.0,
             reselect_every=1,
             refresh_every=1,
             plan=self.plan,

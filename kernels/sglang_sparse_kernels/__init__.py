@@ -6,7 +6,7 @@ An operator is a folder: ``reference.py`` defines it, ``kernel.py`` is the Trito
 """
 
 from .attend import gathered_decode_attention, make_workspace, workspace_bytes
-from .plan import DENSE_REQUEST, DecodePlan, plan_decode, snapshot_page_table
+from .plan import DENSE_REQUEST, DecodePlan, budget_row, plan_decode, snapshot_page_table
 from .planes import (
     SKETCH_DTYPES,
     PlaneBuffers,
@@ -33,6 +33,7 @@ __all__ = [
     "PlaneBuffers",
     "SketchFormat",
     "TopkWorkspace",
+    "budget_row",
     "dequantize_sketch",
     "gathered_decode_attention",
     "make_topk_workspace",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server settings under which planes and tree could not be kept right, refused at start.
+"""Server settings under which planes, tree or requests could not be kept right, refused at start.
 
 Reads `sglang/srt/server_args.py` `ServerArgs` fields and `sglang/srt/environ.py` switches. A field
 that this SGLang does not have cannot have been set, so it counts as allowed.
@@ -85,6 +85,7 @@ _SWITCHES = {
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the planes are sized before graph capture",
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "the C++ radix tree does not follow the planes",
     "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "the unified radix tree does not follow the planes",
+    "SGLANG_RUST_SERVER": "it takes requests without the checks of this plugin",
 }
 
 

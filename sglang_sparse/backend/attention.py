@@ -22,6 +22,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_sparse import banner, compat, hooks, pools
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
+from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.backend.selection import (
     MOST_KEPT_BYTES,
     Limits,
@@ -93,8 +94,7 @@ class SparseAttentionBackend(AttentionBackend):
         self._refresh_every = score.refresh_every if score.kind == "key_sketch" else 1
         self._last_layer = pool.end_layer - 1
         self._max_pages = -(-self.req_to_token_pool.req_to_token.shape[1] // pool.page_size)
-        # Length of each request when its last prefill ended: where its decode clock starts.
-        self._decode_start = torch.zeros(self._request_slots, dtype=torch.int32, device=self.device)
+        self.requests = RequestTable(self.config, self._request_slots, self.device)
         self._graph_plan: DecodePlan | None = None
         self._eager_plan = DecodePlan.allocate(1, self._max_pages, self.device)
         self._plan: DecodePlan = self._eager_plan
@@ -202,8 +202,8 @@ class SparseAttentionBackend(AttentionBackend):
     def _choose_variant(self, forward_batch: ForwardBatch) -> Variant:
         lens = forward_batch.seq_lens_cpu
         # Without a host copy the sparse variant is right for any length, and never syncs.
-        short = lens is not None and (
-            lens.numel() == 0 or int(lens.max()) < self.config.min_sparse_tokens
+        short = (
+            lens is not None and self.requests.longest_sparse(lens) < self.config.min_sparse_tokens
         )
         variant: Variant = "dense" if short or not self.programs else "sparse"
         self.steps[variant] += 1
@@ -215,13 +215,12 @@ class SparseAttentionBackend(AttentionBackend):
             self.req_to_token_pool.req_to_token,
             forward_batch.req_pool_indices,
             forward_batch.seq_lens,
-            self._decode_start,
+            self.requests.decode_start,
+            self.requests.budgets,
             page_size=self.token_to_kv_pool.page_size,
             unit=self.config.unit,
             capacity_units=self.buffers.limits.capacity_units,
             min_sparse_tokens=self.config.min_sparse_tokens,
-            floor=self.config.budget.floor,
-            fraction=self.config.budget.fraction,
             reselect_every=self.config.cadence.every,
             refresh_every=self._refresh_every,
             plan=self._plan,
@@ -246,7 +245,7 @@ class SparseAttentionBackend(AttentionBackend):
         start = forward_batch.extend_prefix_lens.to(torch.int32)
         longest = max(forward_batch.extend_seq_lens_cpu, default=1)
         self._extend = (page_table, start, end, longest)
-        self._decode_start[slots] = end
+        self.requests.start_decoding(slots, end)
 
     # Running, once a layer.
 
@@ -339,7 +338,7 @@ class SparseAttentionBackend(AttentionBackend):
         scorers = sum(program.scorer.state_bytes() for program in self.programs.values())
         plans = {id(plan): plan for plan in (self._eager_plan, self._graph_plan) if plan}
         tables = sum(plan.page_table.nbytes for plan in plans.values())
-        return self.buffers.nbytes() + scorers + tables
+        return self.buffers.nbytes() + scorers + tables + self.requests.nbytes()
 
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types."""

@@ -7,9 +7,11 @@ needs from a choice is a plain attribute here, so that a new choice adds no bran
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from sglang_sparse.config.errors import InvalidConfig
 
 PageSize = Literal[16, 32, 64]
 # Counts travel in int32 and are added up there; no context comes near this.
@@ -85,6 +87,15 @@ class KeySketch(Choice):
         return 1
 
 
+def _check_at_least(key: str, value: float | None, base_key: str, base: float) -> None:
+    if value is not None and value < base:
+        raise InvalidConfig(
+            f"{key} {value} is below {base_key} {base}",
+            allowed=f"{key} of at least {base}, or null",
+            remedy=f"raise {key}, or lower {base_key}",
+        )
+
+
 class TokenBudget(Choice):
     """A fixed number of selected tokens for every request, layer and KV head."""
 
@@ -92,6 +103,30 @@ class TokenBudget(Choice):
     tokens: int = Field(
         ge=1, le=MAX_COUNT, description="Selected tokens, sinks and recent ones among them."
     )
+    max_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Most that one request may ask for; null allows no more than `tokens`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_max(self) -> Self:
+        _check_at_least("budget.max_tokens", self.max_tokens, "budget.tokens", self.tokens)
+        return self
+
+    @property
+    def largest(self) -> TokenBudget:
+        """The budget at the most that a request may ask for; buffers are sized for it."""
+        return TokenBudget(tokens=self.max_tokens or self.tokens)
+
+    def request_range(self, least_tokens: int) -> tuple[int, int]:
+        """Return the least and the most tokens that a request may ask for."""
+        return least_tokens, self.largest.tokens
+
+    def asked(self, value: int) -> TokenBudget:
+        """Return the budget of a request that asks for `value` tokens."""
+        return TokenBudget(tokens=value)
 
     @property
     def floor(self) -> int:
@@ -112,6 +147,30 @@ class FractionBudget(Choice):
         ge=1 / MILLION, le=1.0, description="Share of the context to select, to one millionth."
     )
     floor: int = Field(ge=1, le=MAX_COUNT, description="Fewest tokens to select.")
+    max_fraction: float | None = Field(
+        default=None,
+        ge=1 / MILLION,
+        le=1.0,
+        description="Most that one request may ask for; null allows no more than `fraction`.",
+    )
+
+    @model_validator(mode="after")
+    def _check_max(self) -> Self:
+        _check_at_least("budget.max_fraction", self.max_fraction, "budget.fraction", self.fraction)
+        return self
+
+    @property
+    def largest(self) -> FractionBudget:
+        """The budget at the most that a request may ask for; buffers are sized for it."""
+        return self.asked(self.max_fraction or self.fraction)
+
+    def request_range(self, least_tokens: int) -> tuple[float, float]:
+        """Return the least and the largest share that a request may ask for."""
+        return 1 / MILLION, self.largest.fraction
+
+    def asked(self, value: float) -> FractionBudget:
+        """Return the budget of a request that asks for the share `value`; the floor stays."""
+        return FractionBudget(fraction=float(value), floor=self.floor)
 
 
 class RetrievalHeads(Choice):

@@ -121,9 +121,14 @@ class SparseConfig(Choice):
         recent = (self.recent_tokens + self.unit - 2) // self.unit + 1
         return sinks + recent
 
+    @property
+    def least_tokens(self) -> int:
+        """Fewest tokens a budget may hold: sinks, recent tokens, and one unit more."""
+        return (self.forced_units + 1) * self.unit
+
     def capacity_units(self, context_len: int) -> int:
-        """Return the most units that a context of `context_len` tokens can select."""
-        tokens = min(budget_tokens(self.budget, context_len), context_len)
+        """Return the most units that a request of `context_len` tokens can select."""
+        tokens = min(budget_tokens(self.budget.largest, context_len), context_len)
         return -(-tokens // self.unit)
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -138,7 +143,7 @@ class SparseConfig(Choice):
         return self
 
     def _check_budget_holds_forced_tokens(self) -> None:
-        least = (self.forced_units + 1) * self.unit
+        least = self.least_tokens
         if self.budget.floor >= least:
             return
         key = "budget.tokens" if self.budget.kind == "tokens" else "budget.floor"

@@ -4,7 +4,7 @@
 import torch
 
 from ..common import IMPLS, Impl, check_choice, check_dtype, check_shape
-from .reference import PPM, plan_decode_reference, snapshot_page_table_reference
+from .reference import plan_decode_reference, snapshot_page_table_reference
 from .types import DecodePlan
 
 
@@ -69,13 +69,12 @@ def plan_decode(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     decode_start: torch.Tensor,
+    budgets: torch.Tensor,
     *,
     page_size: int,
     unit: int,
     capacity_units: int,
     min_sparse_tokens: int,
-    floor: int,
-    fraction: float,
     reselect_every: int,
     refresh_every: int,
     plan: DecodePlan,
@@ -87,9 +86,9 @@ def plan_decode(
     L < first_sparse is dense: k_units = tail_start = 0, so that the tail is the whole request.
     Any other row selects from positions [0, tail_start), tail_start = L - 1 - phase with
     phase = (L - first_sparse) % reselect_every, and reselects where phase is 0. The budget is
-    max(floor, ceil(fraction * tail_start)) tokens, in units rounded up, at most
-    ``capacity_units`` and at most the units there are. Channels are refreshed where
-    (L - first_sparse) % refresh_every is 0 (SparCas section 3.4, interval U).
+    max(floor, ceil(fraction * tail_start)) tokens of its request's own floor and fraction, in
+    units rounded up, at most ``capacity_units`` and at most the units there are. Channels are
+    refreshed where (L - first_sparse) % refresh_every is 0 (SparCas section 3.4, interval U).
 
     Args:
         req_to_token: int32 [request slots, max context], KV slot of each position.
@@ -97,12 +96,12 @@ def plan_decode(
         seq_lens: int32 or int64 [R], the token being decoded included.
         decode_start: int32 [request slots], tokens a request had when its last prefill ended;
             :data:`DENSE_REQUEST` keeps a request dense.
+        budgets: int32 [request slots, 2], contiguous: floor in tokens and fraction in millionths
+            of each request (:func:`budget_row`).
         page_size: tokens a physical page: 16, 32 or 64.
         unit: tokens a selection unit (1: tokens; 16: logical pages); divides ``page_size``.
         capacity_units: units a list holds.
         min_sparse_tokens: rows shorter than this are dense.
-        floor: least budget, in tokens.
-        fraction: budget as a fraction of the domain, in [0, 1], exact to one millionth.
         reselect_every: steps between selections (C), at least 1.
         refresh_every: steps between channel refreshes (U), at least 1.
         plan: buffers of exactly R rows (see :meth:`DecodePlan.rows`).
@@ -113,10 +112,12 @@ def plan_decode(
     """
     _check_requests(req_to_token, req_pool_indices, seq_lens, page_size, plan.page_table, impl)
     check_dtype("decode_start", decode_start, torch.int32)
+    check_dtype("budgets", budgets, torch.int32)
+    check_shape("budgets", budgets, (decode_start.shape[0], 2))
+    if not budgets.is_contiguous():
+        raise ValueError("budgets must be contiguous")
     if unit < 1 or page_size % unit:
         raise ValueError(f"unit={unit} must divide page_size={page_size}")
-    if not 0.0 <= fraction <= 1.0:
-        raise ValueError(f"fraction={fraction} must be in [0, 1]")
     at_least_one = {
         "capacity_units": capacity_units,
         "reselect_every": reselect_every,
@@ -125,26 +126,23 @@ def plan_decode(
     for name, value in at_least_one.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    for name, value in {"floor": floor, "min_sparse_tokens": min_sparse_tokens}.items():
-        if value < 0:
-            raise ValueError(f"{name}={value} must not be negative")
+    if min_sparse_tokens < 0:
+        raise ValueError(f"min_sparse_tokens={min_sparse_tokens} must not be negative")
     settings = {
         "page_size": page_size,
         "unit": unit,
         "capacity_units": capacity_units,
         "min_sparse_tokens": min_sparse_tokens,
-        "floor": floor,
-        "fraction_ppm": round(fraction * PPM),
         "reselect_every": reselect_every,
         "refresh_every": refresh_every,
     }
     if impl == "torch":
         plan_decode_reference(
-            req_to_token, req_pool_indices, seq_lens, decode_start, plan=plan, **settings
+            req_to_token, req_pool_indices, seq_lens, decode_start, budgets, plan=plan, **settings
         )
         return
     from .kernel import plan_decode_triton
 
     plan_decode_triton(
-        req_to_token, req_pool_indices, seq_lens, decode_start, plan=plan, **settings
+        req_to_token, req_pool_indices, seq_lens, decode_start, budgets, plan=plan, **settings
     )

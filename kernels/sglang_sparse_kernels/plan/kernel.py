@@ -62,6 +62,7 @@ def plan_decode_kernel(
     req_pool_indices,
     seq_lens,
     decode_start,
+    budgets,
     page_table,
     out_seq_lens,
     out_tail_start,
@@ -75,8 +76,6 @@ def plan_decode_kernel(
     max_pages,
     capacity_units,
     min_sparse_tokens,
-    floor_tokens,
-    fraction_ppm,
     reselect_every,
     refresh_every,
     PAGE: tl.constexpr,
@@ -94,6 +93,8 @@ def plan_decode_kernel(
         age = tl.maximum(seq_len - first_sparse, 0)
         phase = age % reselect_every
         tail_start = tl.where(seq_len >= first_sparse, tl.maximum(seq_len - 1 - phase, 0), 0)
+        floor_tokens = tl.load(budgets + i_req * 2)
+        fraction_ppm = tl.load(budgets + i_req * 2 + 1)
         fraction_tokens = (tail_start.to(tl.int64) * fraction_ppm + 999999) // 1000000
         k_tokens = tl.maximum(fraction_tokens, floor_tokens)
         k_units = tl.minimum((k_tokens + UNIT - 1) // UNIT, (tail_start + UNIT - 1) // UNIT)
@@ -137,13 +138,12 @@ def plan_decode_triton(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     decode_start: torch.Tensor,
+    budgets: torch.Tensor,
     *,
     page_size: int,
     unit: int,
     capacity_units: int,
     min_sparse_tokens: int,
-    floor: int,
-    fraction_ppm: int,
     reselect_every: int,
     refresh_every: int,
     plan: DecodePlan,
@@ -156,6 +156,7 @@ def plan_decode_triton(
         req_pool_indices,
         seq_lens,
         decode_start,
+        budgets,
         plan.page_table,
         plan.seq_lens,
         plan.tail_start,
@@ -169,8 +170,6 @@ def plan_decode_triton(
         max_pages,
         capacity_units,
         min_sparse_tokens,
-        floor,
-        fraction_ppm,
         reselect_every,
         refresh_every,
         PAGE=page_size,

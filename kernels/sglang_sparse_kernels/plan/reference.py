@@ -3,9 +3,7 @@
 
 import torch
 
-from .types import DecodePlan
-
-PPM = 1_000_000
+from .types import PPM, DecodePlan
 
 
 def snapshot_page_table_reference(
@@ -29,13 +27,12 @@ def plan_decode_reference(
     req_pool_indices: torch.Tensor,
     seq_lens: torch.Tensor,
     decode_start: torch.Tensor,
+    budgets: torch.Tensor,
     *,
     page_size: int,
     unit: int,
     capacity_units: int,
     min_sparse_tokens: int,
-    floor: int,
-    fraction_ppm: int,
     reselect_every: int,
     refresh_every: int,
     plan: DecodePlan,
@@ -51,8 +48,9 @@ def plan_decode_reference(
     phase = age % reselect_every
     tail_start = torch.where(sparse, lens - 1 - phase, 0).clamp(min=0)
 
+    floor, fraction_ppm = budgets[req_pool_indices].long().unbind(1)
     fraction_tokens = (tail_start * fraction_ppm + PPM - 1) // PPM
-    k_tokens = fraction_tokens.clamp(min=floor)
+    k_tokens = torch.maximum(fraction_tokens, floor)
     domain_units = (tail_start + unit - 1) // unit
     k_units = torch.minimum((k_tokens + unit - 1) // unit, domain_units).clamp(max=capacity_units)
     k_units = torch.where(sparse, k_units, 0)

@@ -8,6 +8,25 @@ import torch
 DENSE_REQUEST = 2**31 - 2
 """``decode_start`` of a request that must stay dense: it never reaches its first sparse step."""
 
+PPM = 1_000_000
+
+
+def budget_row(floor: int, fraction: float) -> tuple[int, int]:
+    """One row of :func:`plan_decode`'s ``budgets``.
+
+    Args:
+        floor: least budget, in tokens.
+        fraction: budget as a fraction of the domain, in [0, 1], kept to one millionth.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if not 0 <= floor < 2**31:
+        raise ValueError(f"floor={floor} must be in [0, 2**31)")
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"fraction={fraction} must be in [0, 1]")
+    return floor, round(fraction * PPM)
+
 
 @dataclass(frozen=True)
 class DecodePlan:

@@ -10,6 +10,7 @@ from sglang_sparse_kernels import (
     DENSE_REQUEST,
     DecodePlan,
     PlaneBuffers,
+    budget_row,
     plan_decode,
     update_planes,
 )
@@ -77,6 +78,8 @@ class Batch:
         self.req_slots = self.req_slots.to(DEVICE)
         self.seq_lens = torch.tensor(self.lengths, dtype=torch.int64, device=DEVICE)
         self.decode_start = torch.zeros(len(self.lengths) + 3, dtype=torch.int32, device=DEVICE)
+        budget = torch.tensor([budget_row(self.budget, 0.0)], dtype=torch.int32, device=DEVICE)
+        self.budgets = budget.repeat(len(self.lengths) + 3, 1)
         for row in self.dense_rows:
             self.decode_start[self.req_slots[row]] = DENSE_REQUEST
         # Rows of q lie apart, as they do in a fused qkv projection.
@@ -104,12 +107,11 @@ class Batch:
             self.req_slots,
             self.seq_lens,
             self.decode_start,
+            self.budgets,
             page_size=self.page_size,
             unit=self.unit,
             capacity_units=self.capacity,
             min_sparse_tokens=self.min_sparse,
-            floor=self.budget,
-            fraction=0.0,
             reselect_every=self.reselect_every,
             refresh_every=self.refresh_every,
             plan=plan,

@@ -7,13 +7,21 @@ import pytest
 import torch
 from kernel_cases import DEVICE, Batch
 
-from sglang_sparse_kernels import DENSE_REQUEST, DecodePlan, plan_decode, snapshot_page_table
+from sglang_sparse_kernels import (
+    DENSE_REQUEST,
+    DecodePlan,
+    budget_row,
+    plan_decode,
+    snapshot_page_table,
+)
 
 IMPLS = ("torch", "triton")
 ROWS = 24
 
 
-def naive_plan(length: int, start: int, s: dict[str, float]) -> dict[str, int]:
+def naive_plan(
+    length: int, start: int, budget: tuple[int, int], s: dict[str, float]
+) -> dict[str, int]:
     """The contract, one row at a time, in Python integers."""
     first_sparse = max(int(s["min_sparse_tokens"]), start + 1)
     row = {"seq_lens": length, "update_start": length - 1}
@@ -23,8 +31,8 @@ def naive_plan(length: int, start: int, s: dict[str, float]) -> dict[str, int]:
     age = length - first_sparse
     phase = age % int(s["reselect_every"])
     tail_start = max(length - 1 - phase, 0)
-    ppm = round(s["fraction"] * 1_000_000)
-    tokens = max(int(s["floor"]), -(-ppm * tail_start // 1_000_000))
+    floor, ppm = budget
+    tokens = max(floor, -(-ppm * tail_start // 1_000_000))
     unit = int(s["unit"])
     units = min(-(-tokens // unit), -(-tail_start // unit), int(s["capacity_units"]))
     if units == 0:
@@ -66,19 +74,22 @@ def test_plan_equals_the_contract_row_by_row(impl: str, seed: int) -> None:
         "unit": (1, 16)[seed // 3],
         "capacity_units": (4096, 60)[seed % 2],
         "min_sparse_tokens": (0, 1, 200)[seed % 3],
-        "floor": (0, 128, 100)[seed % 3],
-        "fraction": (0.1, 0.0, 1 / 3)[seed % 3],
         "reselect_every": (1, 4, 3)[seed % 3],
         "refresh_every": (64, 1, 7)[seed % 3],
     }
+    # Each request has a budget of its own; most share the server's.
+    rows = [budget_row((0, 128, 100)[seed % 3], (0.1, 0.0, 1 / 3)[seed % 3])] * (ROWS + 8)
+    own = torch.randint(0, 600, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+    rows[3:15] = [budget_row(floor, floor / 600) for floor in own]
+    budgets = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
     plan = DecodePlan.allocate(ROWS + 2, 25, DEVICE)
     for field in fields(plan):
         getattr(plan, field.name).fill_(-77)
     view = plan.rows(ROWS)
-    plan_decode(table, slots, lengths, start, plan=view, impl=impl, **settings)
+    plan_decode(table, slots, lengths, start, budgets, plan=view, impl=impl, **settings)
     for row in range(ROWS):
         length = int(lengths[row])
-        want = naive_plan(length, int(start[slots[row]]), settings)
+        want = naive_plan(length, int(start[slots[row]]), rows[int(slots[row])], settings)
         want["list_rows"] = int(slots[row])
         assert {name: int(getattr(view, name)[row]) for name in want} == want
         pages = -(-length // page_size)
@@ -118,9 +129,9 @@ def test_lists_live_between_selections_when_cadence_is_above_one() -> None:
         ({"impl": "cuda"}, "impl='cuda' is unknown; choose one of triton, torch"),
         ({"page_size": 48}, "page_size=48"),
         ({"unit": 24}, "unit=24 must divide"),
-        ({"fraction": 1.5}, "fraction=1.5"),
         ({"reselect_every": 0}, "reselect_every=0"),
-        ({"floor": -1}, "floor=-1"),
+        ({"min_sparse_tokens": -1}, "min_sparse_tokens=-1"),
+        ({"budgets": torch.zeros(3, 2, dtype=torch.int32)}, "budgets"),
     ],
 )
 def test_bad_settings_are_named(change: dict, message: str) -> None:
@@ -130,10 +141,9 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
         "unit": 1,
         "capacity_units": 8,
         "min_sparse_tokens": 0,
-        "floor": 8,
-        "fraction": 0.0,
         "reselect_every": 1,
         "refresh_every": 1,
+        "budgets": batch.budgets,
         "impl": "torch",
     }
     with pytest.raises(ValueError, match=message):
@@ -145,6 +155,12 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
             plan=batch.plan,
             **settings | change,
         )
+
+
+@pytest.mark.parametrize(("floor", "fraction"), [(-1, 0.0), (2**31, 0.0), (1, 1.5), (1, -0.1)])
+def test_a_budget_out_of_range_is_refused(floor: int, fraction: float) -> None:
+    with pytest.raises(ValueError, match="must be in"):
+        budget_row(floor, fraction)
 
 
 def test_a_plan_has_no_more_rows_than_it_was_given() -> None:

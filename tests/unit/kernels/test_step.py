@@ -51,9 +51,9 @@ class Decoder:
         """One decode step; ``scores`` replace the ones that this implementation computed."""
         batch, plan, impl = self.batch, self.plan, self.impl
         plan_decode(
-            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start,
+            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start, batch.budgets,
             page_size=batch.page_size, unit=batch.unit, capacity_units=batch.capacity,
-            min_sparse_tokens=batch.min_sparse, floor=batch.budget, fraction=0.0,
+            min_sparse_tokens=batch.min_sparse,
             reselect_every=batch.reselect_every, refresh_every=batch.refresh_every,
             plan=plan, impl=impl,
         )  # fmt: skip

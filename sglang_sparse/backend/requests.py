@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Per-request state of decoding: what a request asked for, by its row in SGLang's request table.
+
+Written on the forward stream whenever a prefill chunk of the request is prepared, so a row that
+changes hands is rewritten before its new owner's first decode step, behind the old owner's last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sglang_sparse.config import FractionBudget, SparseConfig, TokenBudget
+from sglang_sparse.launch import launch_of
+from sglang_sparse.request_options import parse
+from sglang_sparse_kernels.plan import DENSE_REQUEST, budget_row
+
+
+class RequestTable:
+    """Decode clocks and budgets of every request slot.
+
+    Attributes:
+        decode_start: int32 [request slots], tokens a request had when its last prefill ended,
+            where its decode clock starts; ``DENSE_REQUEST`` for one that asked to be dense.
+        budgets: int32 [request slots, 2], floor in tokens and fraction in millionths.
+    """
+
+    def __init__(self, config: SparseConfig, request_slots: int, device: torch.device) -> None:
+        self._config = config
+        self._default = self._row(config.budget)
+        self.decode_start = torch.zeros(request_slots, dtype=torch.int32, device=device)
+        self.budgets = torch.tensor([self._default], dtype=torch.int32, device=device).repeat(
+            request_slots, 1
+        )
+        self._dense = torch.zeros(request_slots, dtype=torch.bool, device=device)
+        # The same on the host, where the graph is chosen.
+        self._dense_slots: set[int] = set()
+        self._dense_rows: list[bool] | None = None
+
+    @staticmethod
+    def _row(budget: TokenBudget | FractionBudget) -> tuple[int, int]:
+        return budget_row(budget.floor, budget.fraction)
+
+    def admit(self, reqs: Sequence[Any], slots: torch.Tensor) -> None:
+        """Store the options of a prefill batch.
+
+        Args:
+            reqs: SGLang's ``Req`` of each row.
+            slots: int64 [rows], their request slots on the device.
+        """
+        rows = []
+        for req in reqs:
+            options = parse(req.sampling_params.custom_params, self._config)
+            budget = self._default if options.budget is None else self._row(options.budget)
+            rows.append((*budget, int(options.dense)))
+            if options.dense:
+                self._dense_slots.add(req.req_pool_idx)
+            else:
+                self._dense_slots.discard(req.req_pool_idx)
+        written = torch.tensor(rows, dtype=torch.int32)
+        if slots.is_cuda:
+            written = written.pin_memory()
+        written = written.to(slots.device, non_blocking=True)
+        self.budgets[slots] = written[:, :2]
+        self._dense[slots] = written[:, 2].bool()
+
+    def start_decoding(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Set the clocks of requests whose prefill reaches ``lengths`` (int32 [rows])."""
+        self.decode_start[slots] = torch.where(self._dense[slots], DENSE_REQUEST, lengths)
+
+    def expect(self, reqs: Sequence[Any]) -> None:
+        """Note which rows of the decode batch that is prepared next asked to be dense."""
+        dense = self._dense_slots
+        self._dense_rows = [req.req_pool_idx in dense for req in reqs] if dense else None
+
+    def longest_sparse(self, lengths: torch.Tensor) -> int:
+        """Length of the longest row that may select; 0 if none may.
+
+        Args:
+            lengths: int [rows] on the host, of the batch told to :meth:`expect`; rows behind
+                those, which pad a graph's batch, count as they are.
+        """
+        dense_rows, self._dense_rows = self._dense_rows, None
+        if dense_rows is not None:
+            rows = min(len(dense_rows), lengths.numel())
+            lengths = lengths.clone()
+            lengths[:rows].masked_fill_(torch.tensor(dense_rows[:rows]), 0)
+        return int(lengths.max()) if lengths.numel() else 0
+
+    def nbytes(self) -> int:
+        """Device bytes of the table."""
+        return self.decode_start.nbytes + self.budgets.nbytes + self._dense.nbytes
+
+
+def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
+    """AFTER hook on ``ForwardBatch.init_new``: the last place that sees the batch's requests."""
+    if launch_of(model_runner.server_args) is not None and batch.reqs:
+        table: RequestTable = model_runner.attn_backend.requests
+        if result.forward_mode.is_decode_or_idle():
+            table.expect(batch.reqs)
+        else:
+            table.admit(batch.reqs, result.req_pool_indices)
+    return result

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one request asks for: dense rows, budgets of their own, and what is refused with a 400."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from live_server import LiveServer, token_ids
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+TOKENS = 8
+DENSE = {"sparse": {"mode": "dense"}}
+CHOOSY = {"sparse": {"budget": 256}}
+
+
+def ask(live: LiveServer, prompts: list[list[int]], params: list[Any]) -> list[list[int]]:
+    """Greedy tokens of one batch whose rows each have ``custom_params`` of their own."""
+    sampling = [
+        {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True, "custom_params": p}
+        for p in params
+    ]
+    body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
+    return token_ids(live.call("/generate", body))
+
+
+def post(live: LiveServer, path: str, body: Any) -> tuple[int, str]:
+    """Status and text of one call, whatever it is."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(live.url + path, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_rows_of_one_batch_answer_as_servers_that_were_started_so(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    ids = prompts[8:11]
+    expected: dict[str, list[list[int]]] = {}
+    for name in ("dense", "sparcas"):
+        live = server(name)
+        live.flush()
+        expected[name] = [token_ids(live.generate([p], TOKENS, ignore_eos=True))[0] for p in ids]
+    live = server("sparcas-everything")
+    live.flush()
+    rows = [ids[0], ids[1], ids[2], ids[0], ids[1], ids[2]]
+    # The server's budget holds everything; three rows ask for the 256 tokens of the other server.
+    answers = ask(live, rows, [CHOOSY, None, CHOOSY, DENSE, CHOOSY, DENSE])
+    choosy, dense = expected["sparcas"], expected["dense"]
+    assert answers == [choosy[0], dense[1], choosy[2], dense[0], choosy[1], dense[2]]
+
+
+def test_a_batch_that_asked_to_be_dense_runs_the_dense_variant(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server("sparcas-everything")
+    before = live.sparse_state()["decode_steps"]
+    ask(live, prompts[4:6], [DENSE, DENSE])
+    after = live.sparse_state()["decode_steps"]
+    assert after["sparse"] == before["sparse"]
+    assert after["dense"] > before["dense"]
+    # Its rows are another's afterwards.
+    ask(live, prompts[4:6], [None, None])
+    assert live.sparse_state()["decode_steps"]["sparse"] >= before["sparse"] + TOKENS - 1
+
+
+def test_a_prefix_that_a_dense_request_wrote_serves_a_sparse_one(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server("sparcas")
+    live.flush()
+    cold = ask(live, [prompts[12]], [None])
+    live.flush()
+    ask(live, [prompts[12]], [DENSE])
+    reused = live.sparse_state()["plane_reuse"]["tokens"]
+    assert ask(live, [prompts[12]], [None]) == cold
+    assert live.sparse_state()["plane_reuse"]["tokens"] > reused
+
+
+def generate(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """A ``/generate`` call with these ``custom_params``."""
+    sampling = {"max_new_tokens": 2, "custom_params": params}
+    return "/generate", {"text": "The", "sampling_params": sampling, **more}
+
+
+def chat(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same over OpenAI's chat API."""
+    messages = [{"role": "user", "content": "The"}]
+    body = {"model": "reference", "messages": messages, "max_tokens": 2, "custom_params": params}
+    return "/v1/chat/completions", body | more
+
+
+def completion(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same over OpenAI's completions API."""
+    body = {"model": "reference", "prompt": "The", "max_tokens": 2, "custom_params": params}
+    return "/v1/completions", body | more
+
+
+RANGE = "49 to 256"
+# name -> (path and body, words of the answer); the status is 400 each time.
+MALFORMED: dict[str, tuple[tuple[str, Any], list[str]]] = {
+    "an unknown key": (generate({"sparse": {"bugdet": 128}}), ["sparse.bugdet", RANGE]),
+    "an unknown mode": (generate({"sparse": {"mode": "fast"}}), ["sparse.mode fast", "dense"]),
+    "no object": (generate({"sparse": "dense"}), ["custom_params.sparse dense", RANGE]),
+    "null": (generate({"sparse": None}), ["custom_params.sparse None"]),
+    "a list": (generate({"sparse": [{"mode": "dense"}]}), ["custom_params.sparse ["]),
+    "a budget as text": (generate({"sparse": {"budget": "128"}}), ["sparse.budget 128", RANGE]),
+    "a budget as truth": (generate({"sparse": {"budget": True}}), ["sparse.budget True", RANGE]),
+    "a budget as object": (generate({"sparse": {"budget": {"tokens": 128}}}), [RANGE]),
+    "a share for tokens": (generate({"sparse": {"budget": 0.1}}), ["0.1", "whole", RANGE]),
+    "too small a budget": (generate({"sparse": {"budget": 48}}), ["sparse.budget 48", RANGE]),
+    "too large a budget": (generate({"sparse": {"budget": 257}}), ["257", RANGE, "max_tokens"]),
+    "a huge budget": (generate({"sparse": {"budget": 10**18}}), ["sparse.budget 10", RANGE]),
+    "dense with a budget": (
+        generate({"sparse": {"mode": "dense", "budget": 128}}),
+        ["sparse.budget 128", "dense"],
+    ),
+    "params that are text": (generate("dense"), ["custom_params dense", "object"]),
+    "a stream": (generate({"sparse": {"budget": 1}}, stream=True), ["sparse.budget 1", RANGE]),
+    "chat": (chat({"sparse": {"budget": 1}}), ["sparse.budget 1", RANGE]),
+    "a chat stream": (chat({"sparse": {"budget": 1}}, stream=True), ["sparse.budget 1", RANGE]),
+    "a completion": (completion({"sparse": {"mode": 3}}), ["sparse.mode 3"]),
+    "a completion stream": (
+        completion({"sparse": {"mode": 3}}, stream=True),
+        ["sparse.mode 3"],
+    ),
+    "one row of a batch": (
+        (
+            "/generate",
+            {
+                "text": ["The", "A"],
+                "sampling_params": [
+                    {"max_new_tokens": 2},
+                    {"max_new_tokens": 2, "custom_params": {"sparse": {"budget": 5}}},
+                ],
+            },
+        ),
+        ["sparse.budget 5", RANGE],
+    ),
+    "chat params that are text": (chat("dense"), ["custom_params"]),
+    "broken JSON": (("/generate", b'{"text": "The", '), ["JSON"]),
+    "no prompt": (("/generate", {"sampling_params": {}}), ["text"]),
+    "a prompt beyond the context": (
+        ("/generate", {"input_ids": [5] * 40000, "sampling_params": {}}),
+        ["longer than the model's context"],
+    ),
+    "an unknown sampling value": (
+        ("/generate", {"text": "The", "sampling_params": {"temperature": -1}}),
+        ["temperature"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_request_gets_a_400_and_the_server_lives_on(server: Server, name: str) -> None:
+    live = server("sparcas")
+    (path, body), words = MALFORMED[name]
+    status, text = post(live, path, body)
+    assert status == 400, text
+    for word in words:
+        assert word in text, text
+    assert live.is_alive()
+    status, text = post(live, *generate({"sparse": {"budget": 128}}))
+    assert status == 200, text
