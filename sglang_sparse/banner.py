@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import __version__, compat
+from sglang_sparse.graph_variants import VARIANTS
 
 if TYPE_CHECKING:
     from sglang_sparse.backend.attention import SparseAttentionBackend
@@ -17,7 +18,10 @@ _AXES = ("layers", "score", "budget", "heads", "cadence", "retention", "prefill"
 def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
     """Everything the banner and ``/server_info`` say, as plain JSON types."""
     config, pool = backend.config, backend.token_to_kv_pool
-    total = pool.end_layer - pool.start_layer
+    roles: dict[str, list[int]] = {}
+    for layer, role in backend.roles().items():
+        roles.setdefault(role, []).append(layer)
+    low, high = config.budget.request_range(config.least_tokens)
     planes = {name: plane.nbytes for name, plane in pool.planes.tensors().items()}
     axes = config.model_dump(mode="json", include=set(_AXES))
     return {
@@ -30,7 +34,12 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "implementation": backend.impl,
         "min_sparse_tokens": config.min_sparse_tokens,
         "page_size": pool.page_size,
-        "layers": {"selecting": len(backend.programs), "dense": total - len(backend.programs)},
+        "layers": roles,
+        "request_budget": {"unit": config.budget.kind, "least": low, "most": high},
+        "graphs": {
+            "decode": "captured" if backend.captures_graphs else "off",
+            "variants": list(VARIANTS) if backend.captures_graphs else [],
+        },
         "plane_bytes": planes,
         "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         "state_bytes": backend.state_bytes(),
@@ -51,14 +60,21 @@ def text(backend: SparseAttentionBackend) -> str:
         else f"NOT TESTED, tested: {f['sglang_tested']}"
     )
     axes = ", ".join(f"{axis} {_choice(choice)}" for axis, choice in f["axes"].items())
-    layers, share = f["layers"], plane_bytes / f["kv_bytes"]
+    layers = {role: len(ids) for role, ids in f["layers"].items()}
+    dense = layers.pop("dense", 0)
+    share = plane_bytes / f["kv_bytes"]
     return (
         f"sglang-sparse {f['version']}: method {f['method']} ({f['source']}, {f['preset_hash']}); "
-        f"{axes}; {layers['selecting']} layers select, {layers['dense']} dense; rows under "
+        f"{axes}; {_layers(layers)}, {dense} dense; rows under "
         f"{f['min_sparse_tokens']} tokens dense; inner backend {f['inner_backend']}; page size "
         f"{f['page_size']}; planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
         f"state {f['state_bytes'] / 2**20:.1f} MiB; sglang {f['sglang']} ({tested})"
     )
+
+
+def _layers(roles: dict[str, int]) -> str:
+    """``5 layers select``, and so on for every role."""
+    return ", ".join(f"{count} layers {role}" for role, count in roles.items())
 
 
 def _choice(choice: dict[str, Any]) -> str:

@@ -35,6 +35,9 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
     What a request asked for, and its row of per-request state.
 ``model_executor/forward_batch_info.py: ForwardBatch.init_new``
     The last place that sees a batch's requests, on the forward stream.
+``managers/scheduler_components/metrics_reporter.py: SchedulerMetricsReporter``
+    ``report_decode_stats`` runs after every decode step, ``_maybe_log_idle_metrics`` when there
+    is nothing to do; ``metrics_collector.labels`` are the labels of the metrics beside ours.
 ``managers/scheduler.py: Scheduler.get_internal_state``
     The ``sparse`` block of ``/server_info``.
 """

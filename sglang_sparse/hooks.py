@@ -13,12 +13,20 @@ from typing import Any
 from sglang_sparse import compat
 from sglang_sparse.config import ConfigError
 
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
 def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
     """(target, hook, kind) for every hook; imported late, since targets import this package."""
-    from sglang_sparse import flags, graph_variants, pools, request_options, server_info
+    from sglang_sparse import (
+        flags,
+        graph_variants,
+        metrics,
+        pools,
+        request_options,
+        server_info,
+    )
     from sglang_sparse.backend import requests
 
     return [
@@ -53,6 +61,8 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ),
         ("sglang.srt.utils.common.support_triton", pools.support_triton, "around"),
         ("sglang.srt.mem_cache.allocation.get_last_loc", pools.get_last_loc, "around"),
+        (f"{_REPORTER}.report_decode_stats", metrics.after_decode, "after"),
+        (f"{_REPORTER}._maybe_log_idle_metrics", metrics.when_idle, "after"),
         (
             "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
             server_info.add_sparse_block,

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sglang_sparse.launch import launch_of
+from sglang_sparse.metrics import publish_now
 
 
 def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
@@ -14,6 +15,7 @@ def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
     launch = launch_of(scheduler.server_args)
     if launch is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
+        publish_now(scheduler)
         reuse = getattr(scheduler.tree_cache, "plane_reuse", None)  # none without a tree
         result.internal_state["sparse"] = {
             **backend.describe(),

@@ -6,6 +6,7 @@ An operator is a folder: ``reference.py`` defines it, ``kernel.py`` is the Trito
 """
 
 from .attend import gathered_decode_attention, make_workspace, workspace_bytes
+from .count import COUNTS, count_decode
 from .plan import DENSE_REQUEST, DecodePlan, budget_row, plan_decode, snapshot_page_table
 from .planes import (
     SKETCH_DTYPES,
@@ -27,6 +28,7 @@ from .select import (
 
 __all__ = [
     "BLOCK_UNITS",
+    "COUNTS",
     "DENSE_REQUEST",
     "SKETCH_DTYPES",
     "DecodePlan",
@@ -34,6 +36,7 @@ __all__ = [
     "SketchFormat",
     "TopkWorkspace",
     "budget_row",
+    "count_decode",
     "dequantize_sketch",
     "gathered_decode_attention",
     "make_topk_workspace",

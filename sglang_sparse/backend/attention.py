@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import banner, compat, hooks, pools
+from sglang_sparse.backend.counters import DecodeCounters
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
 from sglang_sparse.backend.requests import RequestTable
@@ -51,6 +52,7 @@ class SparseAttentionBackend(AttentionBackend):
 
     Attributes:
         variant: which decode graph the batch being prepared uses.
+        captures_graphs: whether decode is captured in CUDA graphs.
         variant_to_capture: set by the capture loop (:mod:`sglang_sparse.graph_variants`).
     """
 
@@ -85,7 +87,7 @@ class SparseAttentionBackend(AttentionBackend):
         pool = self.token_to_kv_pool
         layers = selecting_layers(self.config, pool.start_layer, pool.end_layer)
         self.buffers = self._allocate_buffers(runner, len(layers))
-        graphs = compat.captures_decode(runner.server_args)
+        graphs = self.captures_graphs = compat.captures_decode(runner.server_args)
         self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
             self.config, pool, self.buffers, layers, self._request_slots, self.impl, self.probe
@@ -94,6 +96,7 @@ class SparseAttentionBackend(AttentionBackend):
         self._refresh_every = score.refresh_every if score.kind == "key_sketch" else 1
         self._last_layer = pool.end_layer - 1
         self._max_pages = -(-self.req_to_token_pool.req_to_token.shape[1] // pool.page_size)
+        self.counters = self._make_counters(runner)
         self.requests = RequestTable(self.config, self._request_slots, self.device)
         self._graph_plan: DecodePlan | None = None
         self._eager_plan = DecodePlan.allocate(1, self._max_pages, self.device)
@@ -132,6 +135,17 @@ class SparseAttentionBackend(AttentionBackend):
             kv_heads=pool.head_num,
             query_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
             head_dim=pool.head_dim,
+            device=self.device,
+        )
+
+    def _make_counters(self, runner: ModelRunner) -> DecodeCounters | None:
+        """Counters of decode steps; none where SGLang's metrics are off."""
+        if not runner.server_args.enable_metrics:
+            return None
+        return DecodeCounters(
+            unit=self.config.unit,
+            capacity_units=self.buffers.limits.capacity_units,
+            impl=self.impl,
             device=self.device,
         )
 
@@ -226,6 +240,8 @@ class SparseAttentionBackend(AttentionBackend):
             plan=self._plan,
             impl=self.impl,
         )
+        if self.counters is not None:
+            self.counters.count(self._plan, self.requests.budgets)
 
     def _plan_extend(self, forward_batch: ForwardBatch) -> None:
         self.variant = "dense"
@@ -332,6 +348,14 @@ class SparseAttentionBackend(AttentionBackend):
                 "serve it dense",
             )
         self._checked_layers.add(layer.layer_id)
+
+    def roles(self) -> dict[int, str]:
+        """What each local layer does in a sparse step, by global layer id."""
+        pool = self.token_to_kv_pool
+        return {
+            layer: self.programs[layer].role if layer in self.programs else "dense"
+            for layer in range(pool.start_layer, pool.end_layer)
+        }
 
     def state_bytes(self) -> int:
         """Device bytes beside pool and planes: scores, lists, channels, plans."""

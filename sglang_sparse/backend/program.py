@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -23,12 +24,15 @@ class SelectAndAttend:
     """Score the units, select the best, attend to those and to the tail.
 
     Attributes:
+        role: what layers with this program are called in metrics.
         scorer: bound to this layer's planes.
         indices, counts: the lists this layer writes and reads.
         layer: its global id.
         probe: compares with dense attention, or None.
         k_buffer, v_buffer: [slots, kv_heads, head_dim] of this layer.
     """
+
+    role: ClassVar[str] = "select"
 
     scorer: Scorer
     indices: torch.Tensor

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode steps add up to, counted on the device without a step ever waiting for it."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_sparse.backend.telemetry import LayerCounters
+from sglang_sparse_kernels.common import Impl
+from sglang_sparse_kernels.count import COUNTS, count_decode
+from sglang_sparse_kernels.plan import DecodePlan
+
+_BATCH = -1  # the plan's counts hold for every selecting layer alike
+
+
+class DecodeCounters:
+    """Sums over decode steps, and the last of their snapshots that reached the host."""
+
+    def __init__(self, *, unit: int, capacity_units: int, impl: Impl, device: torch.device) -> None:
+        """All zeros. ``unit`` in tokens, ``capacity_units`` as the lists have it."""
+        self._settings = {"unit": unit, "capacity_units": capacity_units, "impl": impl}
+        self._sums = LayerCounters(COUNTS, (_BATCH,), device)
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(len(COUNTS), dtype=torch.int64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._asked = self._pending = False
+        self.changed = False
+
+    def count(self, plan: DecodePlan, budgets: torch.Tensor) -> None:
+        """Add one decode step; runs where the plan was made, on the forward stream."""
+        row = self._sums.row(_BATCH)
+        count_decode(plan, budgets, row, **self._settings)  # type: ignore[arg-type]
+        self.changed = True
+        if self._asked:
+            self._host.copy_(row, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            self._asked, self._pending = False, True
+
+    def poll(self) -> dict[str, int] | None:
+        """The snapshot that an earlier call asked for, if it is there; asks for the next one."""
+        if self._pending and (self._copied is None or self._copied.query()):
+            self._pending = False
+            self._asked = True
+            return dict(zip(COUNTS, self._host.tolist(), strict=True))
+        self._asked = not self._pending
+        return None
+
+    def read(self) -> dict[str, int]:
+        """The sums now. Waits for the device: for an idle server or one that was asked."""
+        self.changed = False
+        return self._sums.read()[_BATCH]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prometheus metrics with the prefix ``sglang_sparse:``, beside SGLang's own in ``/metrics``.
+
+On and off with SGLang's ``--enable-metrics``, with the labels of its scheduler's metrics. Counts
+are summed on the device; they are published at SGLang's decode logging interval, one interval
+late so that no step waits, and completely as soon as the server is idle or asked for
+``/server_info``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.launch import launch_of
+
+if TYPE_CHECKING:
+    from sglang_sparse.backend.attention import SparseAttentionBackend
+
+PREFIX = "sglang_sparse:"
+# Shares of the visible KV that were attended to.
+_SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
+# name -> (help, labels of its own)
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "decode_steps": ("Decode batches planned, by the variant that ran.", ("variant",)),
+    "decode_rows": ("Rows (requests) of those batches.", ()),
+    "dense_fallback_rows": ("Rows that attended to everything: too short, or asked to.", ()),
+    "kv_tokens": ("KV tokens visible to decoded rows, summed over layers.", ("role",)),
+    "kv_tokens_attended": ("KV tokens attended to by a KV head, summed over layers.", ("role",)),
+    "selected_units": ("Units listed for a KV head of one layer: pages, or tokens.", ("unit",)),
+    "selections": ("Rows whose lists were selected anew.", ()),
+    "selection_refreshes": ("Rows whose sketch channels were chosen anew.", ()),
+    "cap_hits": ("Rows whose budget did not fit the lists.", ()),
+    "plane_reuse_prefills": ("Prefills that took planes of a shared prefix.", ()),
+    "plane_reuse_tokens": ("Prefix tokens whose KV and planes were reused.", ()),
+    "plane_reuse_pages": ("Prefix pages whose KV and planes were reused.", ()),
+}
+
+
+class Exporter:
+    """Turns sums since the start into Prometheus counters."""
+
+    def __init__(self, backend: SparseAttentionBackend, labels: dict[str, Any]) -> None:
+        """Register the metrics; ``labels`` are those of SGLang's scheduler collector."""
+        # After SGLang has set PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads on import.
+        from prometheus_client import Counter as PrometheusCounter
+        from prometheus_client import Gauge, Histogram
+
+        self._backend, self._labels = backend, labels
+        names = tuple(labels)
+        self._counters = {
+            name: PrometheusCounter(PREFIX + name, text, (*names, *own))
+            for name, (text, own) in COUNTERS.items()
+        }
+        self._share = Histogram(
+            PREFIX + "kv_share",
+            "Share of the visible KV that was attended to, between two publications.",
+            (*names, "role"),
+            buckets=_SHARES,
+        )
+        self._seen: dict[tuple[str, str], int] = {}
+        self._layers = Counter(backend.roles().values())
+        planes = Gauge(
+            PREFIX + "plane_bytes",
+            "Device bytes of the planes.",
+            (*names, "plane"),
+            multiprocess_mode="mostrecent",
+        )
+        for plane, tensor in backend.token_to_kv_pool.planes.tensors().items():
+            planes.labels(**labels, plane=plane).set(tensor.nbytes)
+
+    def _to(self, name: str, total: int, **own: str) -> int:
+        """Raise a counter to ``total``; returns by how much."""
+        key = (name, "".join(own.values()))
+        change = total - self._seen.get(key, 0)
+        self._seen[key] = total
+        self._counters[name].labels(**self._labels, **own).inc(change)
+        return change
+
+    def publish(self, sums: dict[str, int], tree_cache: Any) -> None:
+        """Publish sums of :class:`~sglang_sparse.backend.counters.DecodeCounters`.
+
+        Args:
+            sums: by the names of ``COUNTS``.
+            tree_cache: SGLang's; with ``plane_reuse`` if planes are shared through it.
+        """
+        for variant, steps in self._backend.steps.items():
+            self._to("decode_steps", steps, variant=variant)
+        self._to("decode_rows", sums["rows"])
+        self._to("dense_fallback_rows", sums["dense_rows"])
+        for role, layers in self._layers.items():
+            attended = sums["kv_tokens" if role == "dense" else "attended_tokens"]
+            visible = self._to("kv_tokens", sums["kv_tokens"] * layers, role=role)
+            change = self._to("kv_tokens_attended", attended * layers, role=role)
+            if visible:
+                self._share.labels(**self._labels, role=role).observe(change / visible)
+        self._to("selected_units", sums["selected_units"], unit=str(self._backend.config.unit))
+        self._to("selections", sums["selections"])
+        self._to("selection_refreshes", sums["refreshes"])
+        self._to("cap_hits", sums["cap_hits"])
+        reuse = getattr(tree_cache, "plane_reuse", None)
+        if reuse is not None:
+            counts = asdict(reuse)
+            self._to("plane_reuse_prefills", counts["prefills_with_reuse"])
+            self._to("plane_reuse_tokens", counts["tokens"])
+            self._to("plane_reuse_pages", counts["pages"])
+
+
+def _exporter(reporter: Any) -> Exporter:
+    """The exporter of SGLang's metrics reporter, made at its first use."""
+    exporter: Exporter | None = getattr(reporter, "_sparse_exporter", None)
+    if exporter is None:
+        backend = reporter.scheduler.tp_worker.model_runner.attn_backend
+        exporter = Exporter(backend, reporter.metrics_collector.labels)
+        reporter._sparse_exporter = exporter
+    return exporter
+
+
+def _enabled(reporter: Any) -> bool:
+    return (
+        reporter.current_scheduler_metrics_enabled
+        and launch_of(reporter.scheduler.server_args) is not None
+    )
+
+
+def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step."""
+    if reporter.forward_ct_decode % reporter.decode_log_interval or not _enabled(reporter):
+        return
+    scheduler = reporter.scheduler
+    sums = scheduler.tp_worker.model_runner.attn_backend.counters.poll()
+    if sums is not None:
+        _exporter(reporter).publish(sums, scheduler.tree_cache)
+
+
+def when_idle(result: None, reporter: Any) -> None:
+    """AFTER hook on ``SchedulerMetricsReporter._maybe_log_idle_metrics``."""
+    if _enabled(reporter):
+        publish_now(reporter.scheduler)
+
+
+def publish_now(scheduler: Any) -> None:
+    """Publish everything that has been counted; waits for the device if anything has."""
+    reporter = scheduler.metrics_reporter
+    counters = scheduler.tp_worker.model_runner.attn_backend.counters
+    if _enabled(reporter) and counters.changed:
+        _exporter(reporter).publish(counters.read(), scheduler.tree_cache)

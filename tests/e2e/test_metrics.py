@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``/metrics`` and ``/server_info`` say of a scripted run, beside counts made by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import LiveServer
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+DASHBOARD = Path(__file__).parents[2] / "monitoring" / "sglang-sparse-dashboard.json"
+TOKENS, BUDGET, MIN_SPARSE, EVERY, UNIT = 8, 256, 1200, 4, 16
+CONFIG = {
+    "budget": {"kind": "tokens", "tokens": BUDGET},
+    "min_sparse_tokens": MIN_SPARSE,
+    "cadence": {"every": EVERY},
+}
+SELECTING, LAYERS = 5, 6
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A server with metrics."""
+    args = ["--attention-backend", "sparse", "--sparse-method", "page_minmax"]
+    args += ["--sparse-config", json.dumps(CONFIG), "--enable-metrics"]
+    server = LiveServer(args, tmp_path_factory.mktemp("metrics") / "log").wait_until_up()
+    yield server
+    server.close()
+
+
+def scrape(live: LiveServer) -> dict[tuple[str, str], float]:
+    """Every sample of ours by name and the label that is not SGLang's."""
+    live.sparse_state()  # publishes what was counted
+    found = {}
+    for family in text_string_to_metric_families(live.call("/metrics")):
+        for sample in family.samples:
+            if sample.name.startswith("sglang_sparse:"):
+                own = [sample.labels[k] for k in ("role", "variant", "unit", "le", "plane")
+                       if k in sample.labels]  # fmt: skip
+                found[sample.name.removeprefix("sglang_sparse:"), "/".join(own)] = sample.value
+    return found
+
+
+def expected(requests: list[tuple[int, int | None]]) -> dict[tuple[str, str], int]:
+    """Counts by hand, one token at a time.
+
+    Args:
+        requests: (prompt tokens, budget) of each; None for a request that asked to be dense.
+    """
+    rows = dense = visible = attended = units = selections = refreshes = 0
+    for prompt, budget in requests:
+        first_sparse = max(MIN_SPARSE, prompt + 1)
+        # The first token comes out of the prefill.
+        for length in range(prompt + 1, prompt + TOKENS):
+            rows += 1
+            visible += length
+            if budget is None or length < first_sparse:
+                dense += 1
+                attended += length
+                continue
+            phase = (length - first_sparse) % EVERY
+            tail = length - 1 - phase
+            pages = -(-tail // UNIT)
+            kept = min(-(-budget // UNIT), pages)
+            # The newest page is always kept, whole or not.
+            attended += sum(min(UNIT, tail - p * UNIT) for p in range(pages - kept, pages))
+            attended += length - tail
+            units += kept
+            selections += phase == 0
+            refreshes += 1
+    dense_layers = LAYERS - SELECTING
+    return {
+        ("decode_rows_total", ""): rows,
+        ("dense_fallback_rows_total", ""): dense,
+        ("kv_tokens_total", "select"): visible * SELECTING,
+        ("kv_tokens_total", "dense"): visible * dense_layers,
+        ("kv_tokens_attended_total", "select"): attended * SELECTING,
+        ("kv_tokens_attended_total", "dense"): visible * dense_layers,
+        ("selected_units_total", str(UNIT)): units,
+        ("selections_total", ""): selections,
+        ("selection_refreshes_total", ""): refreshes,
+        ("cap_hits_total", ""): 0,
+    }
+
+
+def test_metrics_of_a_scripted_run_are_the_counts_made_by_hand(
+    live: LiveServer, prompts: list[list[int]]
+) -> None:
+    live.flush()
+    before = scrape(live)
+    ids = [prompts[0], prompts[5], prompts[10], prompts[9]]
+    budgets: list[int | None] = [BUDGET, 128, BUDGET, None]
+    asked: list[dict[str, Any]] = [{}, {"budget": 128}, {}, {"mode": "dense"}]
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {
+        "input_ids": ids,
+        "sampling_params": [sampling | {"custom_params": {"sparse": a}} for a in asked],
+    }
+    cached = 0
+    for _ in range(2):  # the second time over shared prefixes
+        answers = live.call("/generate", body)
+        cached += sum(a["meta_info"]["cached_tokens"] for a in answers)
+    after = scrape(live)
+    changes = {key: after[key] - before.get(key, 0) for key in after}
+    lengths = [len(p) for p in ids]
+    for key, count in expected(list(zip(lengths, budgets, strict=True)) * 2).items():
+        assert changes[key] == count, key
+    assert cached > 4000
+    assert changes["plane_reuse_tokens_total", ""] == cached
+    assert changes["plane_reuse_pages_total", ""] * 64 == cached
+    assert 4 <= changes["plane_reuse_prefills_total", ""] <= 8
+    assert changes["decode_steps_total", "sparse"] >= 2 * (TOKENS - 1)
+    # One publication, at least, whose mean share is that of the run.
+    share = changes["kv_share_sum", "select"] / changes["kv_share_count", "select"]
+    assert 0 < share < 1
+    assert changes["kv_share_count", "dense"] == changes["kv_share_sum", "dense"]
+
+
+def test_server_info_says_what_runs(live: LiveServer) -> None:
+    state = live.sparse_state()
+    assert state["method"] == "page_minmax"
+    assert list(state["axes"]) == [
+        "layers", "score", "budget", "heads", "cadence", "retention", "prefill"
+    ]  # fmt: skip
+    assert re.fullmatch("[0-9a-f]{12}", state["preset_hash"])
+    assert state["layers"] == {"dense": [0], "select": [1, 2, 3, 4, 5]}
+    assert state["request_budget"]["most"] == BUDGET
+    assert state["request_budget"]["unit"] == "tokens"
+    assert state["graphs"]["decode"] in ("captured", "off")
+    gauges = scrape(live)
+    for plane, size in state["plane_bytes"].items():
+        assert size > 0
+        assert gauges["plane_bytes", plane] == size
+
+
+def test_the_dashboard_reads_metrics_that_the_server_has(live: LiveServer) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert dashboard["uid"]
+    assert dashboard["title"]
+    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "model"]
+    # SGLang has its time per token only once an answer came in pieces.
+    sampling = {"max_new_tokens": 8, "ignore_eos": True}
+    live.call("/generate", {"text": "The", "sampling_params": sampling, "stream": True})
+    text = live.call("/metrics")
+    served = {line.split("{")[0] for line in text.splitlines() if line[:1] not in ("#", "")}
+    panels = dashboard["panels"]
+    assert len({p["id"] for p in panels}) == len(panels)
+    for panel in panels:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            names = re.findall(r"sglang(?:_sparse)?:[a-z_]+", target["expr"])
+            assert names
+            assert set(names) <= served, panel["title"]
+
+
+def test_metrics_are_off_unless_asked_for(server: Callable[[str], LiveServer]) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        server("sparcas").call("/metrics")
