@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sglang-sparse`: list the presets, print the schema, show what two flags resolve to."""
+"""`sglang-sparse`: presets, their schema, what two flags resolve to, and evaluation."""
 
 from __future__ import annotations
 
@@ -105,6 +105,51 @@ def show(
     Console(stderr=True, soft_wrap=True).print(
         f"method {resolved.method}, from {resolved.source}, hash {resolved.hash}", highlight=False
     )
+
+
+@app.command(name="eval")
+def evaluate(
+    base_url: Annotated[str, typer.Option(help="A running server with sparse attention.")],
+    out: Annotated[Path, typer.Option(help="Folder of the results; an evaluation goes on in it.")],
+    tasks: Annotated[str, typer.Option(help="Names separated by commas; empty for none.")] = (
+        "single_key,multi_key,multi_value,passkey"
+    ),
+    budgets: Annotated[
+        str, typer.Option(help="In the server's unit, separated by commas; its own if empty.")
+    ] = "",
+    lengths: Annotated[str, typer.Option(help="Tokens, separated by commas.")] = "4096",
+    count: Annotated[int, typer.Option(min=1, help="Prompts a task and length.")] = 50,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
+    text: Annotated[Path | None, typer.Option(help="A text file: perplexity of decoding it.")] = (
+        None
+    ),
+    decoded: Annotated[int, typer.Option(min=2, help="Tokens of it decoded a prompt.")] = 64,
+    tokenizer: Annotated[str | None, typer.Option(help="The server's own if not given.")] = None,
+    lm_eval: Annotated[str, typer.Option(help="lm-eval tasks; needs its package.")] = "",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
+) -> None:
+    """Ask a running server dense and at several budgets, and compare the answers."""
+    from sglang_sparse.evaluate.command import Request, evaluate_server
+
+    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
+    try:
+        request = Request(
+            base_url=base_url,
+            out=out,
+            budgets=[b.strip() for b in budgets.split(",") if b.strip()],
+            tasks=names,
+            lengths=lengths,
+            count=count,
+            seed=seed,
+            text=text,
+            decoded=decoded,
+            tokenizer=tokenizer,
+            lm_eval=lm_eval,
+            concurrency=concurrency,
+        )
+        evaluate_server(request)
+    except (ConfigError, RuntimeError) as error:
+        raise _fail(str(error)) from error
 
 
 @app.command()

@@ -19,7 +19,15 @@ from sglang_sparse.reference.decode import Decoder
 from sglang_sparse.reference.export import load
 from sglang_sparse.reference.model import ReferenceModel
 from sglang_sparse.reference.policies import WINDOW, Kind, Policy, Reduce
-from sglang_sparse.tasks import NEEDLE_TASKS, TASKS, FileEncoder, Sample, TaskSuite, is_exact
+from sglang_sparse.tasks import (
+    NEEDLE_TASKS,
+    TASKS,
+    FileEncoder,
+    Sample,
+    TaskSuite,
+    is_exact,
+    wilson,
+)
 from sglang_sparse.tasks.encoding import END
 
 SELECTORS: tuple[Kind, ...] = ("oracle", "sparcas", "page_minmax")
@@ -33,17 +41,6 @@ VARIANTS: tuple[tuple[Reduce, int], ...] = (
     ("sum", 1),
     ("sum", 2),
 )
-
-
-def wilson(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % Wilson interval of a proportion."""
-    if count == 0:
-        return 0.0, 1.0
-    p = successes / count
-    scale = 1 + z * z / count
-    centre = (p + z * z / (2 * count)) / scale
-    half = z / scale * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 class Study:

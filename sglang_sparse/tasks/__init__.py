@@ -14,7 +14,7 @@ Everything is seeded. Keys, values, variable names and filler documents of the s
 from sglang_sparse.tasks.encoding import Encoder, FileEncoder, HuggingFaceEncoder
 from sglang_sparse.tasks.registry import NEEDLE_TASKS, TASKS, TaskSuite
 from sglang_sparse.tasks.sample import Needle, Problem, Question, Sample
-from sglang_sparse.tasks.scoring import accuracy, extract, is_exact, recall
+from sglang_sparse.tasks.scoring import accuracy, extract, is_exact, recall, wilson
 from sglang_sparse.tasks.words import SPLITS, Split, in_split
 
 __all__ = [
@@ -35,4 +35,5 @@ __all__ = [
     "in_split",
     "is_exact",
     "recall",
+    "wilson",
 ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -52,3 +53,14 @@ def accuracy(samples: Sequence[Sample], replies: Sequence[str]) -> float:
             f"{len(samples)} samples, {len(replies)} replies; need as many, at least 1"
         )
     return sum(is_exact(s, r) for s, r in zip(samples, replies, strict=True)) / len(samples)
+
+
+def wilson(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % Wilson interval of a proportion."""
+    if count == 0:
+        return 0.0, 1.0
+    p = successes / count
+    scale = 1 + z * z / count
+    centre = (p + z * z / (2 * count)) / scale
+    half = z / scale * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)

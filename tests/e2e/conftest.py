@@ -15,6 +15,11 @@ EVERYTHING = {"budget": {"kind": "tokens", "tokens": 32768}, "min_sparse_tokens"
 SMALL_PAGES = {"page_size": 32}
 KEPT = {"cadence": {"every": 4}, "score": {"kind": "key_sketch", "refresh_every": 64}}
 CHOOSY = {"budget": {"kind": "tokens", "tokens": 256}, "min_sparse_tokens": 64}
+OPERATED = {
+    "budget": {"kind": "tokens", "tokens": 256},
+    "min_sparse_tokens": 1200,
+    "cadence": {"every": 4},
+}
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -47,6 +52,17 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--chunked-prefill-size", "512"),
             *("--max-total-tokens", "8192"),
             "--disable-cuda-graph",
+        ],
+        {},
+    ),
+    # Everything that an operator may switch on; selections are kept for four steps.
+    "operated": (
+        [
+            *SPARSE,
+            "page_minmax",
+            *("--sparse-config", json.dumps(OPERATED)),
+            "--enable-metrics",
+            "--enable-custom-logit-processor",
         ],
         {},
     ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,13 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 DASHBOARD = Path(__file__).parents[2] / "monitoring" / "sglang-sparse-dashboard.json"
 TOKENS, BUDGET, MIN_SPARSE, EVERY, UNIT = 8, 256, 1200, 4, 16
-CONFIG = {
-    "budget": {"kind": "tokens", "tokens": BUDGET},
-    "min_sparse_tokens": MIN_SPARSE,
-    "cadence": {"every": EVERY},
-}
 SELECTING, LAYERS = 5, 6
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def live(server: Callable[[str], LiveServer]) -> LiveServer:
     """A server with metrics."""
-    args = ["--attention-backend", "sparse", "--sparse-method", "page_minmax"]
-    args += ["--sparse-config", json.dumps(CONFIG), "--enable-metrics"]
-    server = LiveServer(args, tmp_path_factory.mktemp("metrics") / "log").wait_until_up()
-    yield server
-    server.close()
+    return server("operated")
 
 
 def scrape(live: LiveServer) -> dict[tuple[str, str], float]:

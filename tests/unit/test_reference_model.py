@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_sparse.reference.export import MAX_BYTES, load
 from sglang_sparse.reference.model import ModelConfig
 from sglang_sparse.reference.policies import WINDOW, Policy
-from sglang_sparse.reference.study import Study, wilson
+from sglang_sparse.reference.study import Study
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
@@ -80,11 +80,3 @@ def test_cutting_the_retrieval_layer_to_the_window_loses_needles(study: Study) -
     far = [s.needle_spans[0][1] < 700 for samples, _ in parts for s in samples].count(True)
     assert far >= 2
     assert study.exact(parts, Policy(), cut) <= study.count - far + 1
-
-
-def test_wilson_interval_holds_its_proportion() -> None:
-    low, high = wilson(190, 200)
-    assert low < 0.95 < high
-    assert wilson(0, 200)[0] == 0.0
-    assert wilson(200, 200)[1] == pytest.approx(1.0)
-    assert wilson(0, 0) == (0.0, 1.0)

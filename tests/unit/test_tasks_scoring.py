@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_sparse.tasks import Sample, accuracy, is_exact, recall
+from sglang_sparse.tasks import Sample, accuracy, is_exact, recall, wilson
 
 
 def sample(task: str, answer: str, values: tuple[str, ...]) -> Sample:
@@ -54,3 +54,11 @@ def test_accuracy_needs_a_reply_for_each_sample() -> None:
     assert accuracy([SINGLE, replace(SINGLE, index=1)], ["12345", "99999"]) == 0.5
     with pytest.raises(ValueError, match="need as many"):
         accuracy([SINGLE], [])
+
+
+def test_wilson_interval_holds_its_proportion() -> None:
+    low, high = wilson(190, 200)
+    assert low < 0.95 < high
+    assert wilson(0, 200)[0] == 0.0
+    assert wilson(200, 200)[1] == pytest.approx(1.0)
+    assert wilson(0, 0) == (0.0, 1.0)

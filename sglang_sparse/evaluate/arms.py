@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared: dense, and budgets, each by what a request asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_sparse.config import ConfigError
+from sglang_sparse.request_options import KEY
+
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One column of the table.
+
+    Attributes:
+        name: `dense`, or the budget as text.
+        options: what its requests carry under `custom_params.sparse`.
+    """
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def custom_params(self) -> dict[str, Any]:
+        """What SGLang takes as `custom_params`."""
+        return {KEY: self.options}
+
+
+def make_arms(budgets: Sequence[str], state: dict[str, Any]) -> list[Arm]:
+    """Dense, then one arm a budget, in rising order.
+
+    Args:
+        budgets: numbers as text, in the unit of the server's own budget; none means the
+            server's budget alone.
+        state: the `sparse` block of `/server_info`.
+
+    Raises:
+        ConfigError: a budget is no number, or outside of what the server allows.
+    """
+    limits = state["request_budget"]
+    own = state["axes"]["budget"][limits["unit"]]
+    low, high = limits["least"], limits["most"]
+    values = []
+    for text in budgets or [str(own)]:
+        try:
+            value = int(text) if isinstance(high, int) else float(text)
+        except ValueError:
+            value = -1
+        if not low <= value <= high:
+            raise ConfigError(
+                flag="--budgets",
+                value=text,
+                problem="the server does not allow it",
+                allowed=f"{low} to {high} ({limits['unit']})",
+                remedy=f"correct it, or serve with a larger budget.max_{limits['unit']}",
+            )
+        values.append(value)
+    sparse = [Arm(str(value), {"budget": value}) for value in sorted(set(values))]
+    return [Arm(DENSE, {"mode": "dense"}), *sparse]

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few HTTP calls that an evaluation makes."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from sglang_sparse.config import ConfigError
+from sglang_sparse.evaluate.arms import Arm
+from sglang_sparse.tasks import Encoder, FileEncoder, HuggingFaceEncoder
+
+_TIMEOUT_SECONDS = 1800
+
+
+class Server:
+    """A running SGLang server with sparse attention.
+
+    Attributes:
+        state: the `sparse` block of its `/server_info`.
+        model: the name it serves under.
+    """
+
+    def __init__(self, base_url: str) -> None:
+        """Ask who is there.
+
+        Raises:
+            ConfigError: nobody answers, or the server is dense.
+        """
+        self.base_url = base_url.rstrip("/")
+        try:
+            self.info: dict[str, Any] = self._call("/server_info")
+        except (OSError, ValueError) as error:
+            raise self._refuse(f"no SGLang server answered ({error})") from error
+        states = self.info.get("internal_states") or [{}]
+        if "sparse" not in states[0]:
+            raise self._refuse("its server was not started with --attention-backend sparse")
+        self.state: dict[str, Any] = states[0]["sparse"]
+        self.model = str(self.info["served_model_name"])
+
+    def _refuse(self, problem: str) -> ConfigError:
+        return ConfigError(
+            flag="--base-url",
+            value=self.base_url,
+            problem=problem,
+            allowed="the address of a running SGLang server with --attention-backend sparse",
+            remedy="start one, for example with `make serve`",
+        )
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.base_url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            raise RuntimeError(f"{path} answered {error.code}: {text[:500]}") from error
+
+    def encoder(self, path: str | None) -> Encoder:
+        """The tokenizer at `path`, or the one that the server says it uses."""
+        where = path or str(self.info.get("tokenizer_path") or self.info["model_path"])
+        if (Path(where) / "tokenizer.json").is_file() or Path(where).is_file():
+            return FileEncoder(where)
+        from transformers import AutoTokenizer
+
+        return HuggingFaceEncoder(AutoTokenizer.from_pretrained(where))
+
+    def reply(self, messages: list[dict[str, str]], max_tokens: int, arm: Arm) -> str:
+        """The greedy answer to a chat."""
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "custom_params": arm.custom_params,
+        }
+        return str(self._call("/v1/chat/completions", body)["choices"][0]["message"]["content"])
+
+    def forced_logprobs(
+        self, prompt: list[int], forced: list[int], arm: Arm, processor: str
+    ) -> list[float]:
+        """Log-probabilities reported for `forced`, decoded token by token after `prompt`.
+
+        Args:
+            prompt, forced: token ids.
+            processor: a serialized custom logit processor that reads `custom_params.forced`.
+        """
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": len(forced),
+                "ignore_eos": True,
+                "custom_params": {**arm.custom_params, "forced": forced},
+            },
+            "custom_logit_processor": processor,
+            "return_logprob": True,
+        }
+        answer = self._call("/generate", body)
+        tokens = answer["meta_info"]["output_token_logprobs"]
+        if [token for _, token, _ in tokens] != forced:
+            raise RuntimeError("the server decoded other tokens than it was told to")
+        return [logprob for logprob, _, _ in tokens]

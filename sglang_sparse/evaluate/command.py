@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang-sparse eval`, once its arguments are parsed."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sglang_sparse.config import ConfigError
+from sglang_sparse.evaluate import harness, report
+from sglang_sparse.evaluate.arms import make_arms
+from sglang_sparse.evaluate.client import Server
+from sglang_sparse.evaluate.journal import Journal
+from sglang_sparse.evaluate.run import Plan, check_tasks, run
+from sglang_sparse.tasks.registry import MAX_LENGTH, MIN_LENGTH
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of the command line; see its help."""
+
+    base_url: str
+    out: Path
+    budgets: list[str]
+    tasks: tuple[str, ...]
+    lengths: str
+    count: int
+    seed: int
+    text: Path | None
+    decoded: int
+    tokenizer: str | None
+    lm_eval: str
+    concurrency: int
+
+
+def evaluate_server(request: Request) -> None:
+    """Measure, then write the files and print the table.
+
+    Raises:
+        ConfigError: an argument is wrong; one line.
+        RuntimeError: the server refused a request.
+    """
+    lengths = _lengths(request.lengths)
+    check_tasks(request.tasks)
+    if request.text is not None and not request.text.is_file():
+        raise ConfigError(
+            flag="--text",
+            value=str(request.text),
+            problem="there is no such file",
+            allowed="a text file",
+            remedy="name one",
+        )
+    if find_spec("matplotlib") is None:
+        raise ConfigError(
+            flag="eval",
+            value=None,
+            problem="matplotlib, which draws the plot, is not installed",
+            allowed="an installation with the extra [eval]",
+            remedy="pip install 'sglang-sparse[eval]'",
+        )
+    server = Server(request.base_url)
+    arms = make_arms(request.budgets, server.state)
+    settings = _settings(request, server, lengths)
+    journal = Journal(request.out, settings)
+    plan = Plan(
+        tasks=request.tasks,
+        lengths=lengths,
+        count=request.count,
+        seed=request.seed,
+        text=request.text,
+        decoded=request.decoded,
+        concurrency=request.concurrency,
+    )
+    run(plan, server, server.encoder(request.tokenizer), arms, journal)
+    wanted = {arm.name for arm in arms}
+    found = report.cells([e for e in journal.entries() if e["arm"] in wanted], arms)
+    report.write(request.out, settings, found, arms)
+    Console().print(report.table(found, arms))
+    if request.lm_eval:
+        tokenizer = request.tokenizer or str(server.info["model_path"])
+        harness.run(server, tokenizer, request.lm_eval, arms, request.out)
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    lengths = tuple(int(part) if part.strip().isdigit() else 0 for part in text.split(","))
+    if not all(MIN_LENGTH <= length <= MAX_LENGTH for length in lengths):
+        raise ConfigError(
+            flag="--lengths",
+            value=text,
+            problem="not a list of lengths",
+            allowed=f"{MIN_LENGTH} to {MAX_LENGTH} tokens, separated by commas",
+            remedy="correct it",
+        )
+    return lengths
+
+
+def _settings(request: Request, server: Server, lengths: tuple[int, ...]) -> dict[str, Any]:
+    """What must be the same for an evaluation to go on; budgets and tasks may be added."""
+    text = None
+    if request.text is not None:
+        text = hashlib.sha256(request.text.read_bytes()).hexdigest()[:12]
+    return {
+        "model": server.model,
+        "method": server.state["method"],
+        "preset_hash": server.state["preset_hash"],
+        "budget_unit": server.state["request_budget"]["unit"],
+        "sglang": server.state["sglang"],
+        "version": server.state["version"],
+        "lengths": list(lengths),
+        "count": request.count,
+        "seed": request.seed,
+        "text": text,
+        "decoded": request.decoded,
+    }

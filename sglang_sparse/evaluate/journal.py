@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured so far, a line each, so that an evaluation that was ended goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from sglang_sparse.config import ConfigError
+
+Key = tuple[str, int, int, str]  # task, length, index, arm
+
+
+class Journal:
+    """`journal.jsonl` and `settings.json` of one output folder."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Open `folder`, or go on with it.
+
+        Raises:
+            ConfigError: it holds an evaluation with other settings.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, kept = folder / "journal.jsonl", folder / "settings.json"
+        if kept.exists() and json.loads(kept.read_text()) != settings:
+            raise ConfigError(
+                flag="--out",
+                value=str(folder),
+                problem="it holds an evaluation with other settings, or of another server",
+                allowed="a new folder, or the settings in its settings.json",
+                remedy="name another folder",
+            )
+        kept.write_text(json.dumps(settings, indent=1) + "\n")
+        self._lock = threading.Lock()
+        self._entries: dict[Key, dict[str, Any]] = {}
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue  # the last line of a run that was killed
+                self._entries[self._key(entry)] = entry
+
+    @staticmethod
+    def _key(entry: dict[str, Any]) -> Key:
+        return entry["task"], entry["length"], entry["index"], entry["arm"]
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def add(self, key: Key, **values: Any) -> None:
+        """Append one result."""
+        entry = dict(zip(("task", "length", "index", "arm"), key, strict=True)) | values
+        with self._lock, self._path.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+            self._entries[key] = entry
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Everything so far."""
+        return list(self._entries.values())

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the evaluation that need no server."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse.config import ConfigError
+from sglang_sparse.evaluate.arms import Arm, make_arms
+from sglang_sparse.evaluate.forcing import SCALE, ForcedTokens, serialized
+from sglang_sparse.evaluate.harness import command
+from sglang_sparse.evaluate.report import cells
+
+TOKENS = {
+    "axes": {"budget": {"kind": "tokens", "tokens": 512}},
+    "request_budget": {"unit": "tokens", "least": 81, "most": 4096},
+}
+SHARE = {
+    "axes": {"budget": {"kind": "fraction", "fraction": 0.1, "floor": 128}},
+    "request_budget": {"unit": "fraction", "least": 1e-6, "most": 0.5},
+}
+
+
+def test_arms_are_dense_and_the_budgets_in_rising_order() -> None:
+    arms = make_arms(["1024", "128", "1024"], TOKENS)
+    assert [arm.name for arm in arms] == ["dense", "128", "1024"]
+    assert [arm.custom_params for arm in arms] == [
+        {"sparse": {"mode": "dense"}},
+        {"sparse": {"budget": 128}},
+        {"sparse": {"budget": 1024}},
+    ]
+    assert [arm.name for arm in make_arms([], TOKENS)] == ["dense", "512"]
+    assert make_arms(["0.25"], SHARE)[1].options == {"budget": 0.25}
+    for bad in ("80", "4097", "0.1", "x"):
+        with pytest.raises(ConfigError, match="81 to 4096"):
+            make_arms([bad], TOKENS)
+
+
+def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(3, 50) * 4
+    logits[2, 7] = -40.0  # so unlikely that the report is cut off
+    truth = logits.log_softmax(-1)
+    params: list[dict[str, Any]] = [
+        {"forced": [5, 9]},
+        {"forced": [0, 1], "step": 1},
+        {"forced": [7]},
+    ]
+    reported = ForcedTokens()(logits.clone(), params).log_softmax(-1)
+    for row, token in enumerate((5, 1, 7)):
+        assert int(reported[row].argmax()) == token
+    assert SCALE * float(reported[0, 5]) == pytest.approx(float(truth[0, 5]), abs=1e-4)
+    assert SCALE * float(reported[1, 1]) == pytest.approx(float(truth[1, 1]), abs=1e-4)
+    assert SCALE * float(reported[2, 7]) == pytest.approx(SCALE * math.log(2 / 3), abs=1e-4)
+    assert [p["step"] for p in params] == [1, 2, 1]
+
+
+def test_the_server_can_load_the_processor_by_its_name() -> None:
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    assert isinstance(CustomLogitProcessor.from_str(serialized()), ForcedTokens)
+
+
+def test_perplexities_come_from_mean_losses_and_carry_their_spread() -> None:
+    entries = [
+        {"task": "perplexity", "length": 9, "index": i, "arm": "dense", "nll": nll}
+        for i, nll in enumerate((1.0, 1.2, 1.4))
+    ]
+    cell = cells(entries, [Arm("dense", {})])[0]
+    assert cell["value"] == pytest.approx(math.exp(1.2))
+    half = 1.959964 * 0.2 / math.sqrt(3)
+    assert cell["low"] == pytest.approx(math.exp(1.2 - half))
+    assert cell["high"] == pytest.approx(math.exp(1.2 + half))
+    assert cells(entries[:1], [Arm("dense", {})])[0]["low"] is None
+
+
+def test_lm_eval_asks_for_the_arm_in_every_request() -> None:
+    server: Any = SimpleNamespace(model="m", base_url="http://127.0.0.1:1")
+    line = command(server, "tok", "gsm8k", Arm("128", {"budget": 128}), Path("out"))
+    assert line[:3] == ["lm_eval", "--model", "local-completions"]
+    assert "base_url=http://127.0.0.1:1/v1/completions" in line[4]
+    sent = json.loads(line[line.index("--gen_kwargs") + 1])
+    assert sent == {"custom_params": {"sparse": {"budget": 128}}}
