@@ -20,6 +20,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from decode_latency import add_arguments, measure_server
@@ -74,22 +76,31 @@ def gpu(field: str) -> str | None:
     return output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
 
 
-def run(label: str, args: argparse.Namespace) -> None:
-    """Start the server of one configuration, measure it, end it, complete its report."""
-    out, log = args.out / f"{label}.json", args.logs / f"{label}.log"
-    url = f"http://127.0.0.1:{args.port}"
-    command = server_command(args.model, args.port, max(args.batches), CONFIGURATIONS[label])
+@contextmanager
+def running_server(label: str, model: Path, port: int, max_batch: int, logs: Path) -> Iterator[str]:
+    """Start the server of one configuration, yield its address, end it."""
+    log, url = logs / f"{label}.log", f"http://127.0.0.1:{port}"
+    command = server_command(model, port, max_batch, CONFIGURATIONS[label])
     with log.open("wb") as output:
         server = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             wait_until_up(server, url, log)
-            measure_server(url, label, args, out)
-            used = gpu("memory.used")
+            yield url
         finally:
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
+
+
+def run(label: str, args: argparse.Namespace) -> None:
+    """Start the server of one configuration, measure it, end it, complete its report."""
+    out = args.out / f"{label}.json"
+    batch = max(args.batches)
+    with running_server(label, args.model, args.port, batch, args.logs) as url:
+        measure_server(url, label, args, out)
+        used = gpu("memory.used")
+    command = server_command(args.model, args.port, batch, CONFIGURATIONS[label])
     report = json.loads(out.read_text())
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")

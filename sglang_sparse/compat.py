@@ -33,6 +33,8 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
     that. Both run in the one tokenizer process that loads plugins.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``, ``Req.req_pool_idx``
     What a request asked for, and its row of per-request state.
+``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``
+    Forced decoding for perplexities: which chunk a prefill is at, and the processor's base class.
 ``model_executor/forward_batch_info.py: ForwardBatch.init_new``
     The last place that sees a batch's requests, on the forward stream.
 ``managers/scheduler_components/metrics_reporter.py: SchedulerMetricsReporter``

@@ -37,6 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import (
     default_radix_cache_factory,
@@ -91,6 +92,24 @@ class SparseRadixCache(RadixCache):
         self.plane_reuse = PlaneReuse()
         self._counted_generation: dict[int, int] = {}
         super().__init__(params)
+
+    def check_planes(self) -> dict[str, int]:
+        """Compare the planes of every page in the tree with recomputation, for tests.
+
+        Returns:
+            `pages` compared, and `wrong`: the (layer, page, plane) that differ. It copies to the
+            host and takes seconds: never call it while requests matter.
+        """
+        slots, stack = [], list(self.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            slots.append(node.value[:: self.page_size])
+            stack.extend(node.children.values())
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        if not slots:
+            return {"pages": 0, "wrong": 0}
+        pages = (torch.cat(slots) // self.page_size).long()
+        return {"pages": len(pages), "wrong": len(pool.verify_planes(pages))}
 
     def reset(self) -> None:
         """Drop the tree; the caller clears the allocator (`/flush_cache`)."""

@@ -30,7 +30,9 @@ class ForcedTokens(CustomLogitProcessor):
         assert custom_param_list is not None
         for row, params in enumerate(custom_param_list):
             step = params.get("step", 0)
-            params["step"] = step + 1  # the dict is the request's own and stays with it
+            # The dict is the request's own and stays with it. A prompt that is prefilled in
+            # chunks is sampled after each of them, and all but the last are thrown away.
+            params["step"] = step + (not _is_in_prompt(params.get("__req__")))
             token = params["forced"][min(step, len(params["forced"]) - 1)]
             logprob = logits[row].float().log_softmax(-1)[token] / SCALE
             logprob = logprob.clamp(min=_LEAST, max=-1e-7)
@@ -39,6 +41,12 @@ class ForcedTokens(CustomLogitProcessor):
             logits[row, token] = logprob.to(logits.dtype)
             logits[row, other] = torch.log(-torch.expm1(logprob)).to(logits.dtype)
         return logits
+
+
+def _is_in_prompt(request: Any) -> bool:
+    """Whether what is sampled for SGLang's ``Req`` now follows a chunk inside its prompt."""
+    extended = getattr(request, "extend_range", None)
+    return extended is not None and extended.end < len(request.origin_input_ids)
 
 
 def serialized() -> str:

@@ -64,7 +64,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--enable-metrics",
             "--enable-custom-logit-processor",
         ],
-        {},
+        {"SGLANG_SPARSE_VERIFY": "1"},
     ),
     "dense-chunked": (
         [*("--chunked-prefill-size", "512"), *("--page-size", "64"), "--disable-cuda-graph"],

@@ -62,6 +62,14 @@ def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
     assert [p["step"] for p in params] == [1, 2, 1]
 
 
+def test_what_is_sampled_inside_of_a_prompt_takes_no_token() -> None:
+    request = SimpleNamespace(origin_input_ids=[1] * 9, extend_range=SimpleNamespace(end=5))
+    params: dict[str, Any] = {"forced": [3, 4], "__req__": request}
+    for end, token in ((5, 3), (9, 3), (9, 4)):
+        request.extend_range.end = end
+        assert int(ForcedTokens()(torch.zeros(1, 8), [params]).argmax()) == token
+
+
 def test_the_server_can_load_the_processor_by_its_name() -> None:
     from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The highest request rate that a server takes while its tokens still come fast enough.
+
+    python loadtest/capacity.py --out results --base-url http://127.0.0.1:30000 --label sparcas
+    python loadtest/capacity.py --out results --start dense sparcas    # in turn, on a GPU
+
+As in the PSA paper (arXiv:2503.00392): requests arrive as a Poisson process, and a rate is within
+capacity if the 99th percentile of the time between tokens stays under 5 x (strict) or 25 x
+(relaxed) the decode step of a single request, and the median time in the queue under 2 seconds.
+The rate is doubled until it fails and then bisected. Writes `LABEL.json` for each server, and
+`capacity.html` for all that are in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arrivals import poisson
+from client import Record, call, stream
+from report import write_report
+from scenarios import Conversations, Scenario
+
+FACTORS = {"strict": 5.0, "relaxed": 25.0}
+MOST_QUEUED_SECONDS = 2.0
+HERE = Path(__file__).parent
+# What may be late without failing a rate: requests still running when the drain ends.
+_MOST_UNFINISHED = 0.01
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one server is measured.
+
+    Attributes:
+        seconds: that requests arrive for, a trial.
+        drain: seconds that the last of them may take on top.
+        first_rate: requests a second of the first trial.
+        most_rate: where the search ends.
+        bisections: of the interval that the doubling leaves.
+        limit: seconds for all trials of a server; what is found by then is reported.
+    """
+
+    seconds: float
+    drain: float
+    first_rate: float
+    most_rate: float
+    bisections: int
+    limit: float
+    seed: int
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The value that `share` of `values` do not exceed; the nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1e6) * len(ordered) // 10**6) - 1))]
+
+
+def model_of(base_url: str) -> str:
+    """The name that the server serves under."""
+    return str(call(base_url, "/v1/models")["data"][0]["id"])
+
+
+def unloaded(base_url: str, scenario: Scenario, seed: int, repeats: int = 3) -> dict[str, float]:
+    """Decode step and time to the first token of one request alone, on a warm prefix."""
+    source = Conversations(scenario, model_of(base_url), seed)
+    records = []
+    for number in range(repeats + scenario.documents):
+        record = stream(base_url, scenario.api, next(source.requests([])), name=scenario.name)
+        if record.error is not None:
+            raise RuntimeError(f"a single request failed: {record.error}")
+        if number >= scenario.documents:
+            records.append(record)
+    return {
+        "step_s": statistics.median(gap for r in records for gap in r.gaps),
+        "first_token_s": statistics.median(r.first_token or r.total for r in records),
+    }
+
+
+def warm(base_url: str, scenario: Scenario) -> None:
+    """Bring every shared document into the prefix cache."""
+    source = Conversations(scenario, model_of(base_url), 0)
+    for document in source._documents:
+        only = Conversations(scenario, source.model, 1)
+        only._documents = [document]
+        record = stream(base_url, scenario.api, next(only.requests([])), name="warm")
+        if record.error is not None:
+            raise RuntimeError(f"warming failed: {record.error}")
+
+
+def trial(
+    base_url: str, scenario: Scenario, rate: float, settings: Settings, alone: dict[str, float]
+) -> dict[str, Any]:
+    """Requests at one rate, and what became of them."""
+    source = Conversations(scenario, model_of(base_url), settings.seed)
+    records: list[Record] = []
+    threads: list[threading.Thread] = []
+
+    def send(body: dict[str, Any]) -> None:
+        records.append(stream(base_url, scenario.api, body, name=scenario.name))
+
+    times = list(poisson(rate, settings.seconds, settings.seed))
+    bodies = [next(source.requests([])) for _ in times]
+    begin = time.perf_counter()
+    for at, body in zip(times, bodies, strict=True):
+        time.sleep(max(0.0, begin + at - time.perf_counter()))
+        threads.append(threading.Thread(target=send, args=(body,), daemon=True))
+        threads[-1].start()
+    deadline = begin + settings.seconds + settings.drain
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.perf_counter()))
+    unfinished = sum(thread.is_alive() for thread in threads)
+    seconds = time.perf_counter() - begin
+    if unfinished:
+        call(base_url, "/abort_request", {"abort_all": True})
+        for thread in threads:
+            thread.join(30)
+    done = [record for record in records if record.error is None]
+    failed = [r.error for r in records if r.error not in (None, "aborted")]
+    gaps = [gap for record in records for gap in record.gaps]
+    firsts = [r.first_token for r in done if r.first_token is not None]
+    queued = [_queued(record, alone) for record in done]
+    return {
+        "rate": rate,
+        "sent": len(times),
+        "done": len(done),
+        "unfinished": unfinished,
+        "failed": len(failed),
+        "first_failure": failed[0] if failed else None,
+        "seconds": seconds,
+        "gap_p50_s": percentile(gaps, 0.5) if gaps else None,
+        "gap_p99_s": percentile(gaps, 0.99) if gaps else None,
+        "first_token_p50_s": percentile(firsts, 0.5) if firsts else None,
+        "queued_p50_s": percentile(queued, 0.5) if queued else None,
+        "tokens_per_second": sum(r.output_tokens for r in done) / seconds,
+        "prompt_tokens": statistics.median(r.prompt_tokens for r in done) if done else None,
+        "cached_tokens": statistics.median(r.cached_tokens for r in done) if done else None,
+    }
+
+
+def _queued(record: Record, alone: dict[str, float]) -> float:
+    """Seconds in the queue: the server's own figure, else how late the first token was."""
+    if record.queued is not None:
+        return record.queued
+    return max(0.0, (record.first_token or record.total) - alone["first_token_s"])
+
+
+def within(outcome: dict[str, Any], limit_s: float) -> bool:
+    """Whether a trial met an objective on the time between tokens."""
+    return (
+        outcome["failed"] == 0
+        and outcome["unfinished"] <= _MOST_UNFINISHED * outcome["sent"]
+        and outcome["gap_p99_s"] is not None
+        and outcome["gap_p99_s"] <= limit_s
+        and outcome["queued_p50_s"] <= MOST_QUEUED_SECONDS
+    )
+
+
+def search(run: Any, limits: dict[str, float], settings: Settings) -> list[dict[str, Any]]:
+    """Trials in the order in which they were run: doubling, then bisection for each objective.
+
+    Args:
+        run: rate -> outcome of :func:`trial`.
+        limits: seconds between tokens of each objective.
+        settings: of the search.
+    """
+    trials: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+
+    def again() -> bool:
+        return time.perf_counter() - begin < settings.limit
+
+    def attempt(rate: float) -> dict[str, Any]:
+        outcome: dict[str, Any] = run(rate)
+        outcome["within"] = {name: within(outcome, limit) for name, limit in limits.items()}
+        trials.append(outcome)
+        print(json.dumps(outcome), flush=True)
+        return outcome
+
+    rate = settings.first_rate
+    while again() and any(attempt(rate)["within"].values()) and rate < settings.most_rate:
+        rate = min(2 * rate, settings.most_rate)
+    for name in limits:
+        for _ in range(settings.bisections):
+            low = best_rate(trials, name)
+            high = min((t["rate"] for t in trials if not t["within"][name]), default=None)
+            if high is None or not again():
+                break
+            attempt((low + high) / 2 if low else high / 2)
+    return trials
+
+
+def best_rate(trials: list[dict[str, Any]], name: str) -> float:
+    """The highest rate below every one that failed the objective; 0 if none met it."""
+    failed = min((t["rate"] for t in trials if not t["within"][name]), default=float("inf"))
+    return max((t["rate"] for t in trials if t["within"][name] and t["rate"] < failed), default=0.0)
+
+
+def measure(base_url: str, label: str, scenario: Scenario, settings: Settings) -> dict[str, Any]:
+    """Everything about one server; a report's JSON."""
+    info = call(base_url, "/server_info")
+    warm(base_url, scenario)
+    alone = unloaded(base_url, scenario, settings.seed)
+    limits = {name: factor * alone["step_s"] for name, factor in FACTORS.items()}
+    print(json.dumps({"label": label, **alone}), flush=True)
+    trials = search(lambda rate: trial(base_url, scenario, rate, settings, alone), limits, settings)
+    return {
+        "label": label,
+        "scenario": scenario.name,
+        "about": scenario.about,
+        "sglang": info.get("version"),
+        "max_total_num_tokens": info.get("max_total_num_tokens"),
+        "sparse": (info.get("internal_states") or [{}])[0].get("sparse"),
+        "settings": settings.__dict__,
+        "unloaded": alone,
+        "limits_s": limits,
+        "capacity": {name: best_rate(trials, name) for name in limits},
+        "trials": trials,
+    }
+
+
+def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Settings) -> None:
+    """Start each named configuration on a GPU, one after the other."""
+    from compare_latency import gpu, output_of, running_server
+
+    for label in args.start:
+        with running_server(label, args.model, args.port, args.max_batch, args.out) as url:
+            report = measure(url, label, scenario, settings)
+        report["device"] = gpu("name")
+        report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
+        (args.out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure a running server, or start some and measure them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
+    parser.add_argument("--scenario", default="shared_documents", help="name, or path of a file")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--base-url", help="a running server")
+    where.add_argument("--start", nargs="+", metavar="CONFIGURATION", help="servers to start")
+    parser.add_argument("--label", help="name of the running server in the report")
+    parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
+    parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--drain", type=float, default=20.0)
+    parser.add_argument("--first-rate", type=float, default=1.0)
+    parser.add_argument("--most-rate", type=float, default=256.0)
+    parser.add_argument("--bisections", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds of trials a server")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.base_url and not args.label:
+        parser.error("--base-url needs --label")
+    args.out.mkdir(parents=True, exist_ok=True)
+    names = ("seconds", "drain", "first_rate", "most_rate", "bisections", "limit", "seed")
+    settings = Settings(**{name: getattr(args, name) for name in names})
+    scenario = Scenario.load(args.scenario)
+    if args.start:
+        start_and_measure(args, scenario, settings)
+    else:
+        report = measure(args.base_url, args.label, scenario, settings)
+        (args.out / f"{args.label}.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_report(args.out)
+
+
+if __name__ == "__main__":
+    main()

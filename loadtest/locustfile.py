@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Locust users over a server's streaming API.
+
+    locust -f loadtest/locustfile.py --host http://127.0.0.1:30000 --scenario shared_documents
+    locust -f loadtest/locustfile.py,loadtest/shapes/ramp.py ...      # with a shape
+    locust -f loadtest/locustfile.py --arrivals poisson --rate 2 ...  # open loop
+
+Closed-loop users wait for an answer, think, and ask again. With Poisson arrivals requests come
+whether or not earlier ones are done; the number of users then multiplies the rate. Beside each
+request (`E2E`), Locust's statistics hold events of their own for the time to the first token
+(`TTFT`), the time per token behind it (`TPOT`), both in milliseconds, and tokens per second
+(`TOK/S`, in its own unit). `--records FILE` keeps every request, a JSON line each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+import gevent
+from gevent.lock import Semaphore
+from locust import User, events, task
+from locust.env import Environment
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from arrivals import poisson
+from client import Record, call, stream
+from scenarios import Conversations, Scenario
+
+_HOUR = 3600.0
+_numbers = itertools.count()
+_writing = Semaphore()
+
+
+@events.init_command_line_parser.add_listener
+def add_arguments(parser: ArgumentParser) -> None:
+    """Flags of our own; Locust's web page shows them too."""
+    parser.add_argument("--scenario", default="shared_documents", help="name, or path of a file")
+    parser.add_argument("--arrivals", choices=("closed", "poisson"), default="closed")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second, a user")
+    parser.add_argument("--records", default="", help="file for a JSON line a request")
+    parser.add_argument("--seed", type=int, default=1)
+
+
+def report(environment: Environment, record: Record) -> None:
+    """Fire Locust's events for one request, and keep its line."""
+    failure = None if record.error is None else RuntimeError(record.error)
+    values: dict[str, float | None] = {"E2E": 1000 * record.total}
+    if failure is None:
+        first, each = record.first_token, record.time_per_token
+        values["TTFT"] = None if first is None else 1000 * first
+        values["TPOT"] = None if each is None else 1000 * each
+        values["TOK/S"] = record.tokens_per_second
+    for kind, value in values.items():
+        if value is not None:
+            environment.events.request.fire(
+                request_type=kind,
+                name=record.name,
+                response_time=value,
+                response_length=record.output_tokens,
+                exception=failure,
+                context={},
+            )
+    path = environment.parsed_options.records
+    if path:
+        with _writing, open(path, "a") as file:
+            file.write(json.dumps(record.to_json()) + "\n")
+
+
+class SparseUser(User):
+    """One user of the scenario, or one source of Poisson arrivals."""
+
+    def on_start(self) -> None:
+        """Read the scenario; each user draws conversations of its own."""
+        options: Any = self.environment.parsed_options
+        self.scenario = Scenario.load(options.scenario)
+        model = call(self.host, "/v1/models")["data"][0]["id"]
+        self.number = next(_numbers)
+        self.conversations = Conversations(self.scenario, model, options.seed + self.number)
+
+    @task
+    def ask(self) -> None:
+        """One burst of conversations, then a pause; or an hour of arrivals."""
+        options: Any = self.environment.parsed_options
+        if options.arrivals == "poisson":
+            self._arrive(options.rate, options.seed + self.number)
+            return
+        running = [gevent.spawn(self._converse) for _ in range(self.scenario.burst)]
+        try:
+            gevent.joinall(running)
+        finally:
+            gevent.killall(running)
+        gevent.sleep(self.conversations.think_seconds())
+
+    def _arrive(self, rate: float, seed: int) -> None:
+        running, before = [], 0.0
+        try:
+            for at in poisson(rate, _HOUR, seed):
+                gevent.sleep(at - before)
+                before = at
+                running.append(gevent.spawn(self._converse))
+        finally:
+            gevent.killall(running)
+
+    def _converse(self) -> None:
+        answers: list[str] = []
+        for turn, body in enumerate(self.conversations.requests(answers)):
+            if turn:
+                gevent.sleep(self.conversations.think_seconds())
+            record = stream(self.host, self.scenario.api, body, name=self.scenario.name)
+            report(self.environment, record)
+            if record.error is not None:
+                return
+            answers.append(record.text)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calm, with everybody at once every half minute: does the queue drain in between?"""
+
+from __future__ import annotations
+
+from locust import LoadTestShape
+
+PERIOD_SECONDS, BURST_SECONDS = 30, 10
+
+
+class Burst(LoadTestShape):
+    """An eighth of `--users`, and all of them for a third of the time (default: 16)."""
+
+    use_common_options = True
+
+    def tick(self) -> tuple[int, float] | None:
+        options = self.runner.environment.parsed_options
+        users, seconds = options.num_users or 16, options.run_time or 120
+        now = self.get_run_time()
+        if now >= seconds:
+            return None
+        calm = now % PERIOD_SECONDS >= BURST_SECONDS
+        return max(1, users // 8) if calm else users, float(users)

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed load with aborts, disconnects, cancellations and flushes, then a look at what is left.
+
+    python loadtest/soak.py --minutes 10 --out soak.json        # starts a server of its own
+    python loadtest/soak.py --minutes 10 --out soak.json --base-url URL --pid PID --log FILE
+
+At the end the server is left idle, so that SGLang's own memory check runs (a leak ends the
+server), every plane of the pages that the prefix cache holds is compared with recomputation
+(`SGLANG_SPARSE_VERIFY=1`), and the resident memory of its processes is compared between the
+second and the last quarter. Exits with status 1 if any of it is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from client import call, stream
+from local import Local, local_server
+from scenarios import Conversations, Scenario
+
+WORKERS = 4
+VERIFY = {"SGLANG_SPARSE_VERIFY": "1"}
+# Growth of resident memory that counts as a leak; allocators and caches wobble below it.
+MOST_GROWTH_MIB = 64.0
+_BAD_LOG = ("Traceback", "leak detected", "Scheduler hit an exception")
+_OPTIONS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    None,
+    {"mode": "dense"},
+    {"budget": 128},
+    {"budget": 200},
+)
+
+
+@dataclass
+class Outcome:
+    """Counts and faults of all workers."""
+
+    done: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    rss_mib: list[float] = field(default_factory=list)
+
+
+class Worker:
+    """Sends one kind of request after another until the time is up."""
+
+    def __init__(self, url: str, seed: int, outcome: Outcome) -> None:
+        self._url, self._outcome, self._source = url, outcome, random.Random(seed)
+        mixed = Scenario(
+            "soak", "", documents=4, document=(300, 2200), output=(4, 32), think=(0, 2)
+        )
+        fresh = Scenario("soak", "", document=(0, 1500), output=(4, 32))
+        model = call(url, "/v1/models")["data"][0]["id"]
+        self._drawn = [Conversations(s, model, seed) for s in (mixed, mixed, fresh)]
+
+    def run(self, until: float) -> None:
+        """Work until `time.monotonic()` reaches `until`."""
+        kinds: dict[str, tuple[Callable[[], None], int]] = {
+            "answered": (self._answered, 10),
+            "disconnected": (self._disconnected, 4),
+            "aborted": (self._aborted, 3),
+            "cancelled": (self._cancelled, 2),
+            "refused": (self._refused, 2),
+            "flushed": (self._flushed, 1),
+        }
+        names = list(kinds)
+        weights = [weight for _, weight in kinds.values()]
+        while time.monotonic() < until:
+            name = self._source.choices(names, weights)[0]
+            try:
+                kinds[name][0]()
+                self._outcome.done[name] += 1
+            except Exception as error:
+                self._outcome.faults.append(f"{name}: {type(error).__name__}: {error}"[:300])
+                time.sleep(1)
+
+    def _body(self) -> dict[str, Any]:
+        body = next(self._source.choice(self._drawn).requests([]))
+        options = self._source.choice(_OPTIONS)
+        return body if options is None else body | {"custom_params": {"sparse": options}}
+
+    def _answered(self) -> None:
+        record = stream(self._url, "chat", self._body(), name="soak", timeout=120)
+        if record.error is not None:
+            raise RuntimeError(record.error)
+
+    def _disconnected(self) -> None:
+        body = self._body() | {"max_tokens": 200}
+        after = self._source.randint(1, 12)
+        record = stream(self._url, "chat", body, name="soak", timeout=120, stop_after=after)
+        if record.error not in (None, "hung up"):
+            raise RuntimeError(record.error)
+
+    def _aborted(self) -> None:
+        rid = uuid.uuid4().hex
+        timer = threading.Timer(
+            self._source.uniform(0.05, 2), call, (self._url, "/abort_request", {"rid": rid})
+        )
+        sampling = {"max_new_tokens": 300, "ignore_eos": True}
+        text = self._body()["messages"][0]["content"]
+        body = {"text": text, "sampling_params": sampling, "rid": rid}
+        timer.start()
+        record = stream(self._url, "generate", body, name="soak", timeout=120)
+        timer.join()
+        if record.error not in (None, "aborted"):
+            raise RuntimeError(record.error)
+
+    def _cancelled(self) -> None:
+        # A client that gives up before the first token.
+        text = self._body()["messages"][0]["content"]
+        sampling = {"max_new_tokens": 300, "ignore_eos": True}
+        try:
+            call(self._url, "/generate", {"text": text, "sampling_params": sampling}, timeout=0.3)
+        except OSError:
+            return
+
+    def _refused(self) -> None:
+        body = self._body() | {"custom_params": {"sparse": {"budget": -1}}}
+        record = stream(self._url, "chat", body, name="soak", timeout=120)
+        if record.error is None or not record.error.startswith("status 400"):
+            raise RuntimeError(f"a bad budget was answered with {record.error}")
+
+    def _flushed(self) -> None:
+        try:
+            call(self._url, "/flush_cache", {})
+        except RuntimeError as error:
+            if "400" not in str(error):  # refused while requests run
+                raise
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process and all that it started."""
+    root = psutil.Process(pid)
+    total = 0
+    for process in (root, *root.children(recursive=True)):
+        try:
+            total += process.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**20
+
+
+def growth_mib(samples: list[float]) -> float:
+    """Median of the last quarter over that of the second; the first is warming up."""
+    quarter = max(1, len(samples) // 4)
+    second = samples[quarter : 2 * quarter] or samples
+    return statistics.median(samples[-quarter:]) - statistics.median(second)
+
+
+def soak(server: Local, seconds: float, seed: int) -> dict[str, Any]:
+    """Load the server for `seconds`, then look at it; `ok` says whether all is well."""
+    outcome = Outcome()
+    until = time.monotonic() + seconds
+    workers = [
+        threading.Thread(target=Worker(server.url, seed + n, outcome).run, args=(until,))
+        for n in range(WORKERS)
+    ]
+    for worker in workers:
+        worker.start()
+    while time.monotonic() < until:
+        outcome.rss_mib.append(resident_mib(server.pid))
+        time.sleep(min(2.0, max(0.1, seconds / 40)))
+    for worker in workers:
+        worker.join(180)
+    # Something for the planes to be compared of, then idleness for SGLang's memory check.
+    last = Worker(server.url, seed, outcome)
+    for _ in range(3):
+        last._answered()
+    time.sleep(3)
+    state = call(server.url, "/server_info", timeout=300)["internal_states"][0]["sparse"]
+    planes = state["plane_check"]
+    text = server.log.read_text(errors="replace")
+    bad = [line for line in text.splitlines() if any(word in line for word in _BAD_LOG)]
+    alive = psutil.pid_exists(server.pid) and bool(call(server.url, "/v1/models"))
+    growth = growth_mib(outcome.rss_mib)
+    return {
+        "ok": alive
+        and not outcome.faults
+        and not bad
+        and planes["pages"] > 0
+        and planes["wrong"] == 0
+        and growth <= MOST_GROWTH_MIB,
+        "seconds": seconds,
+        "requests": dict(outcome.done),
+        "faults": outcome.faults[:20],
+        "bad_log_lines": bad[:20],
+        "alive": alive,
+        "planes": planes,
+        "decode_steps": state["decode_steps"],
+        "plane_reuse": state["plane_reuse"],
+        "rss_growth_mib": growth,
+        "rss_mib": [round(value, 1) for value in outcome.rss_mib],
+    }
+
+
+def main() -> None:
+    """Soak a server and write what came of it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--method", default="sparcas", help="of a server that it starts")
+    parser.add_argument("--base-url", help="a running server, with --pid and --log")
+    parser.add_argument("--pid", type=int)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.base_url:
+        if args.pid is None or args.log is None:
+            parser.error("--base-url needs --pid and --log")
+        where = nullcontext(Local(args.base_url, args.pid, args.log))
+    else:
+        where = local_server(args.method, args.out.parent, VERIFY)
+    with where as server:
+        report = soak(server, 60 * args.minutes, args.seed)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in report.items() if k != "rss_mib"}, indent=1))
+    sys.exit(0 if report["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

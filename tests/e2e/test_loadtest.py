@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load tests against a real server: Locust, its page, capacity, the programs, a soak."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import LiveServer
+from playwright.sync_api import expect, sync_playwright
+from scripts import LOADTEST
+
+import local  # isort: skip
+import short  # isort: skip
+import soak  # isort: skip
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+KINDS = {"E2E", "TTFT", "TPOT", "TOK/S"}
+
+
+@pytest.fixture(scope="module")
+def live(server: Server) -> LiveServer:
+    """A server with metrics, which can check its planes."""
+    return server("operated")
+
+
+def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path: Path) -> None:
+    stats = short.summary(short.locust(live.url, "bursts", tmp_path, seconds=5))
+    assert set(stats) == KINDS
+    assert all(values["failed"] == 0 for values in stats.values())
+    records = [json.loads(line) for line in (tmp_path / "bursts.jsonl").read_text().splitlines()]
+    # Requests that were cut off at the end are in neither.
+    assert len(records) == stats["E2E"]["count"] >= 8
+    for record in records:
+        assert record["error"] is None
+        assert 8 <= record["output_tokens"] <= 16
+        assert 0 < record["first_token"] < record["total"]
+        assert record["tokens_per_second"] == pytest.approx(
+            record["output_tokens"] / record["total"]
+        )
+    # Two documents, shared by all: after the first requests they come from the cache.
+    assert max(record["cached_tokens"] for record in records) > 500
+
+
+def test_capacity_of_a_running_server_in_one_page(live: LiveServer, tmp_path: Path) -> None:
+    scenario = {
+        "name": "tiny", "about": "One short document.", "api": "generate", "documents": 1,
+        "document": [1300, 1300], "question": [4, 8], "output": [12, 12],
+    }  # fmt: skip
+    (tmp_path / "scenario").mkdir()
+    path = tmp_path / "scenario" / "tiny.json"
+    path.write_text(json.dumps(scenario))
+    command = [sys.executable, str(LOADTEST / "capacity.py"), "--out", str(tmp_path)]
+    command += ["--base-url", live.url, "--label", "tested", "--scenario", str(path)]
+    command += ["--seconds", "3", "--drain", "6", "--most-rate", "4", "--bisections", "1"]
+    subprocess.run([*command, "--limit", "15"], check=True, timeout=300)
+    report: dict[str, Any] = json.loads((tmp_path / "tested.json").read_text())
+    assert report["sparse"]["method"] == "page_minmax"
+    assert report["limits_s"]["relaxed"] == pytest.approx(25 * report["unloaded"]["step_s"])
+    assert 1 <= len(report["trials"]) <= 6
+    first = report["trials"][0]
+    assert first["done"] + first["unfinished"] == first["sent"] > 0
+    assert first["failed"] == 0
+    assert first["cached_tokens"] >= 1280
+    assert first["queued_p50_s"] >= 0
+    assert first["gap_p99_s"] >= first["gap_p50_s"] > 0
+    page = (tmp_path / "capacity.html").read_text()
+    assert "One short document." in page
+    assert page.count("<svg") == 2
+
+
+def test_a_soak_leaves_planes_memory_and_server_as_they_should_be(live: LiveServer) -> None:
+    outcome = soak.soak(local.Local(live.url, live.pid, live.log), seconds=20, seed=3)
+    assert outcome["ok"], {k: v for k, v in outcome.items() if k != "rss_mib"}
+    assert set(outcome["requests"]) >= {"answered", "disconnected", "refused"}
+    assert outcome["decode_steps"]["sparse"] > 0
+
+
+def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
+    server: Server, tmp_path: Path
+) -> None:
+    sparse, dense = server("sparcas"), server("dense-chunked")
+    command = [sys.executable, str(LOADTEST / "programs" / "compare.py"), "--repeats", "60"]
+    command += ["--dense", dense.url, "--sparse", sparse.url, "--out", str(tmp_path / "out.json")]
+    before = sparse.sparse_state()["decode_steps"]["sparse"]
+    for live in (sparse, dense):
+        live.flush()
+    subprocess.run(command, check=True, timeout=300)
+    assert sparse.sparse_state()["decode_steps"]["sparse"] > before
+    found = json.loads((tmp_path / "out.json").read_text())
+    fork, tree = found["fork_document"], found["tree_of_thought"]
+    assert fork["calls"] == 6
+    assert fork["dense"]["right"] == fork["sparse"]["right"] == 6
+    assert fork["same_answers"] == 6
+    assert fork["sparse_cached_tokens"] == fork["dense_cached_tokens"]
+    assert min(fork["sparse"]["cached_tokens"]) > 1000
+    assert tree["calls"] == 7
+    assert min(tree["sparse"]["cached_tokens"]) > 1000
+
+
+def chromium() -> str:
+    """Where Chromium is; `.ci/run` installs it."""
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    raise RuntimeError("no Chromium: `apt-get install chromium`, as .ci/run does")
+
+
+@pytest.fixture
+def locust_page(live: LiveServer) -> Iterator[str]:
+    """Locust with its web page, waiting for somebody to press start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "locust", "-f", str(LOADTEST / "locustfile.py")]
+    command += ["--host", live.url, "--scenario", "shared_documents"]
+    command += ["--web-host", "127.0.0.1", "--web-port", str(port)]
+    process = subprocess.Popen(command, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(url, timeout=5).close()
+                break
+            except (urllib.error.URLError, OSError):
+                assert process.poll() is None, "locust ended"
+                time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_the_web_page_runs_a_test_in_a_browser(locust_page: str, tmp_path: Path) -> None:
+    shot = tmp_path / "locust.png"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(locust_page)
+        page.locator("input[name=userCount]").fill("2")
+        page.locator("input[name=spawnRate]").fill("2")
+        page.get_by_role("button", name="Start").first.click()
+        for kind in sorted(KINDS):
+            expect(page.get_by_role("cell", name=kind, exact=True).first).to_be_visible(
+                timeout=60_000
+            )
+        page.screenshot(path=shot)
+        browser.close()
+    assert shot.read_bytes()[:4] == b"\x89PNG"
+    assert shot.stat().st_size > 20_000, "the page is blank"
