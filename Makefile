@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint format bench schema clean
+.PHONY: help install serve test lint format bench loadtest schema clean
 
 help:
-	@echo "make serve | test | lint | format | bench | schema | clean"
+	@echo "make serve | test | lint | format | bench | loadtest | schema | clean"
 
 install: $(STAMP)
 
@@ -42,6 +42,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) kernels/bench/run.py $(ARGS)
+
+loadtest: $(STAMP)
+	$(PY) loadtest/short.py $(ARGS)
 
 schema: $(STAMP)
 	$(PY) -m sglang_sparse.cli schema --write

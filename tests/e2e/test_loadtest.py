@@ -113,12 +113,14 @@ def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
 
 
 def chromium() -> str:
-    """Where Chromium is; `.ci/run` installs it."""
+    """Where Chromium is; `.ci/run` installs it, and must have."""
     for name in ("chromium", "chromium-browser", "google-chrome"):
         found = shutil.which(name)
         if found is not None:
             return found
-    raise RuntimeError("no Chromium: `apt-get install chromium`, as .ci/run does")
+    if os.environ.get("CI"):
+        raise RuntimeError("no Chromium: `apt-get install chromium`, as .ci/run does")
+    pytest.skip("needs Chromium: `apt-get install chromium`")
 
 
 @pytest.fixture

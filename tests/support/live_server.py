@@ -96,6 +96,11 @@ class LiveServer:
         """Exit status of a server that is expected to refuse its flags."""
         return self._process.wait(timeout=START_SECONDS)
 
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also that of its group."""
+        return self._process.pid
+
     def is_alive(self) -> bool:
         """True while the process runs."""
         return self._process.poll() is None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import math
 import random
@@ -101,7 +102,7 @@ def test_percentiles_are_ranks() -> None:
 
 def test_poisson_arrivals_have_the_rate_and_spread_of_their_process() -> None:
     times = list(arrivals.poisson(5.0, 2000, seed=1))
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert len(times) == pytest.approx(10000, abs=4 * math.sqrt(10000))
     # Exponential gaps: mean and deviation are equal.
     assert statistics.stdev(gaps) == pytest.approx(statistics.fmean(gaps), rel=0.05)
