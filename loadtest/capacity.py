@@ -230,7 +230,10 @@ def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Se
     from compare_latency import gpu, output_of, running_server
 
     for label in args.start:
-        with running_server(label, args.model, args.port, args.max_batch, args.out) as url:
+        # With metrics a server says how long each request was queued.
+        with running_server(
+            label, args.model, args.port, args.max_batch, args.out, "--enable-metrics"
+        ) as url:
             report = measure(url, label, scenario, settings)
         report["device"] = gpu("name")
         report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")

@@ -77,10 +77,12 @@ def gpu(field: str) -> str | None:
 
 
 @contextmanager
-def running_server(label: str, model: Path, port: int, max_batch: int, logs: Path) -> Iterator[str]:
-    """Start the server of one configuration, yield its address, end it."""
+def running_server(
+    label: str, model: Path, port: int, max_batch: int, logs: Path, *flags: str
+) -> Iterator[str]:
+    """Start the server of one configuration, with `flags` behind its own; yield its address."""
     log, url = logs / f"{label}.log", f"http://127.0.0.1:{port}"
-    command = server_command(model, port, max_batch, CONFIGURATIONS[label])
+    command = [*server_command(model, port, max_batch, CONFIGURATIONS[label]), *flags]
     with log.open("wb") as output:
         server = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True

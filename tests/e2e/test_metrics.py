@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
-DASHBOARD = Path(__file__).parents[2] / "monitoring" / "sglang-sparse-dashboard.json"
+DASHBOARD = Path(__file__).parents[2] / "loadtest" / "monitoring" / "sglang-sparse-dashboard.json"
 TOKENS, BUDGET, MIN_SPARSE, EVERY, UNIT = 8, 256, 1200, 4, 16
 SELECTING, LAYERS = 5, 6
 
