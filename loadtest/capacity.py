@@ -236,7 +236,7 @@ def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Se
         ) as url:
             report = measure(url, label, scenario, settings)
         report["device"] = gpu("name")
-        report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
+        report["commit"] = args.commit or output_of("git", "rev-parse", "--short", "HEAD")
         (args.out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--most-rate", type=float, default=256.0)
     parser.add_argument("--bisections", type=int, default=3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of trials a server")
+    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.base_url and not args.label:

@@ -161,3 +161,14 @@ def test_without_a_radix_cache_planes_stay_right(model_config):
     assert type(side.tree) is ChunkCache
     serve(side, tokens(0, 3 * P + 2), chunk=20)
     serve(side, tokens(0, 3 * P + 2), chunk=7)
+
+
+def test_the_tree_can_compare_the_planes_of_all_its_pages(side):
+    assert side.tree.check_planes() == {"pages": 0, "wrong": 0}
+    serve(side, tokens(0, 3 * P + 5))
+    serve(side, tokens(0, 2 * P) + tokens(5, 2 * P))
+    found = side.tree.check_planes()
+    pages = {int(page) for node in tree_nodes(side.tree) for page in node.value[::P] // P}
+    assert found == {"pages": len(pages), "wrong": 0}
+    side.pool.planes.page_max[0, next(iter(pages))] += 1
+    assert side.tree.check_planes() == {"pages": len(pages), "wrong": 1}
