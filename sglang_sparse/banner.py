@@ -21,7 +21,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
     roles: dict[str, list[int]] = {}
     for layer, role in backend.roles().items():
         roles.setdefault(role, []).append(layer)
-    low, high = config.budget.request_range(config.least_tokens)
+    low, high = config.request_range or (None, None)
     planes = {name: plane.nbytes for name, plane in pool.planes.tensors().items()}
     axes = config.model_dump(mode="json", include=set(_AXES))
     return {

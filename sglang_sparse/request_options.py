@@ -84,30 +84,34 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
     return RequestOptions(budget=config.budget.asked(asked.budget))  # type: ignore[arg-type]
 
 
-def _range_text(config: SparseConfig) -> str:
-    low, high = config.budget.request_range(config.least_tokens)
-    return f"{low:g} to {high:g}" if isinstance(high, float) else f"{low} to {high}"
+def _range_text(config: SparseConfig) -> str | None:
+    if config.request_range is None:
+        return None
+    low, high = config.request_range
+    text = f"{low:g} to {high:g}" if isinstance(high, float) else f"{low} to {high}"
+    return f"{text} ({config.budget.kind})"
 
 
 def _allowed(config: SparseConfig) -> str:
-    return f"mode sparse or dense, or a budget of {_range_text(config)} ({config.budget.kind})"
+    text = _range_text(config)
+    return "mode sparse or dense" + ("" if text is None else f", or a budget of {text}")
 
 
 def _check_range(budget: float, config: SparseConfig) -> None:
-    low, high = config.budget.request_range(config.least_tokens)
+    where, key = f"{_WHERE}.budget", config.budget.kind
+    if config.request_range is None:
+        raise _refused(
+            where, budget, f"a budget of {key} is the same for all requests", _allowed(config)
+        )
+    low, high = config.request_range
     if isinstance(high, int) and not isinstance(budget, int):
         problem = "not a whole number"
     elif not low <= budget <= high:
         problem = "outside of what this server allows"
     else:
         return
-    raise _refused(
-        f"{_WHERE}.budget",
-        budget,
-        problem,
-        f"{_range_text(config)} ({config.budget.kind})",
-        f"ask for less, or serve with a larger budget.max_{config.budget.kind}",
-    )
+    remedy = f"ask for less, or serve with a larger budget.max_{key}"
+    raise _refused(where, budget, problem, str(_range_text(config)), remedy)
 
 
 def _wrong_shape(error: ValidationError, value: object, config: SparseConfig) -> ConfigError:

@@ -126,6 +126,11 @@ class SparseConfig(Choice):
         """Fewest tokens a budget may hold: sinks, recent tokens, and one unit more."""
         return (self.forced_units + 1) * self.unit
 
+    @property
+    def request_range(self) -> tuple[float, float] | None:
+        """Least and largest budget that a request may ask for; None if it may ask for none."""
+        return self.budget.request_range(self.least_tokens)
+
     def capacity_units(self, context_len: int) -> int:
         """Return the most units that a request of `context_len` tokens can select."""
         tokens = min(budget_tokens(self.budget.largest, context_len), context_len)

@@ -43,6 +43,14 @@ def make_arms(budgets: Sequence[str], state: dict[str, Any]) -> list[Arm]:
         ConfigError: a budget is no number, or outside of what the server allows.
     """
     limits = state["request_budget"]
+    if limits["most"] is None:
+        raise ConfigError(
+            flag="--base-url",
+            value=limits["unit"],
+            problem="this server's budget is the same for all requests",
+            allowed="servers with a budget of tokens or a fraction",
+            remedy="serve with one of those",
+        )
     own = state["axes"]["budget"][limits["unit"]]
     low, high = limits["least"], limits["most"]
     values = []
