@@ -86,9 +86,9 @@ def unloaded(base_url: str, scenario: Scenario, seed: int, repeats: int = 3) -> 
 def warm(base_url: str, scenario: Scenario) -> None:
     """Bring every shared document into the prefix cache."""
     source = Conversations(scenario, model_of(base_url), 0)
-    for document in source._documents:
+    for document in source.documents:
         only = Conversations(scenario, source.model, 1)
-        only._documents = [document]
+        only.documents = [document]
         record = stream(base_url, scenario.api, next(only.requests([])), name="warm")
         if record.error is not None:
             raise RuntimeError(f"warming failed: {record.error}")

@@ -75,13 +75,17 @@ class Scenario:
 
 
 class Conversations:
-    """Draws conversations of one scenario; documents are the same for every user and seed."""
+    """Draws conversations of one scenario.
+
+    Attributes:
+        documents: what they share; the same for every user and seed.
+    """
 
     def __init__(self, scenario: Scenario, model: str, seed: int) -> None:
         self.scenario, self.model = scenario, model
         self._source = random.Random(seed)
         shared = random.Random(f"documents of {scenario.name}")
-        self._documents = [
+        self.documents = [
             self._content(shared, scenario.document) for _ in range(scenario.documents)
         ]
 
@@ -94,8 +98,8 @@ class Conversations:
     def requests(self, answer: list[str]) -> Iterator[dict[str, Any]]:
         """Bodies of one conversation; the caller appends each answer to `answer`."""
         s, source = self.scenario, self._source
-        if self._documents:
-            document = source.choice(self._documents)
+        if self.documents:
+            document = source.choice(self.documents)
         else:
             document = self._content(source, s.document)
         if s.api == "generate":

@@ -28,8 +28,17 @@ def main():
     sampling = {"temperature": 0, "max_new_tokens": 24}
     answers = [engine.generate(prompt, sampling)["text"] for prompt in request["prompts"]]
     state = engine.get_server_info()["internal_states"][0]["sparse"]
+    asked = sampling | {"custom_params": {"sparse": {"mode": "dense"}}}
+    dense = [engine.generate(prompt, asked)["text"] for prompt in request["prompts"]]
+    after = engine.get_server_info()["internal_states"][0]["sparse"]["decode_steps"]
+    try:
+        engine.generate("The", {"custom_params": {"sparse": {"budget": 1}}})
+        refusal = None
+    except ValueError as error:
+        refusal = str(error)
     engine.shutdown()
-    print("RESULT" + json.dumps([answers, state["method"], state["decode_steps"]]))
+    result = [answers, state["method"], state["decode_steps"], dense, after, refusal]
+    print("RESULT" + json.dumps(result))
 
 if __name__ == "__main__":
     main()
@@ -82,11 +91,16 @@ def test_engine_decodes_sparsely(suite: TaskSuite) -> None:
         engine |= {"device": "cpu", "disable_overlap_schedule": True, "dtype": "float32"}
     request = {"engine": engine, "prompts": [s.prompt for s in samples]}
     output = run_python(ENGINE_SCRIPT, json.dumps(request))
-    texts, method, steps = json.loads(output.rsplit("RESULT", 1)[1])
+    texts, method, steps, dense, after, refusal = json.loads(output.rsplit("RESULT", 1)[1])
     assert method == "sparcas"
     assert steps["sparse"] > 0
-    for text, sample in zip(texts, samples, strict=True):
+    for text, sample in zip([*texts, *dense], [*samples, *samples], strict=True):
         assert all(value in text for value in sample.values)
+    # What a request asks for comes through the engine too.
+    assert after["sparse"] == steps["sparse"]
+    assert after["dense"] > steps["dense"]
+    assert "custom_params.sparse.budget 1" in refusal
+    assert "allowed: " in refusal
 
 
 def test_engine_refuses_bad_values_with_an_exception() -> None:

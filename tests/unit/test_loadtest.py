@@ -128,13 +128,13 @@ def test_a_scenario_gives_conversations_that_share_what_it_says(name: str) -> No
             ids, least, most = body["input_ids"], *scenario.document
             assert least <= len(ids) - len(ids[most:]) <= most
             assert scenario.vocab[0] <= min(ids) <= max(ids) <= scenario.vocab[1]
-            assert any(ids[: len(d)] == d for d in user._documents)
+            assert any(ids[: len(d)] == d for d in user.documents)
             continue
         assert all(low <= body["max_tokens"] <= high for body in bodies)
         assert [len(body["messages"]) for body in bodies] == [2 * t + 1 for t in range(len(bodies))]
     if scenario.documents:
-        assert users[0]._documents == users[1]._documents
-        assert len({str(d) for d in users[0]._documents}) == scenario.documents
+        assert users[0].documents == users[1].documents
+        assert len({str(d) for d in users[0].documents}) == scenario.documents
     assert 0 <= users[0].think_seconds() <= scenario.think[1] / 10
 
 
