@@ -126,6 +126,15 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
+    "several tokenizers": (
+        [*SPARSE, "--tokenizer-worker-num", "2"],
+        ["--tokenizer-worker-num", "2", "1"],
+    ),
+    "gRPC": ([*SPARSE, "--smg-grpc-mode"], ["--smg-grpc-mode", "unset"]),
+    "a largest budget below the budget": (
+        [*SPARSE, "--sparse-config", '{"budget": {"max_tokens": 128}}'],
+        ["--sparse-config", "budget.max_tokens 128", "at least 256"],
+    ),
     "LMCache": ([*SPARSE, "--enable-lmcache"], ["--enable-lmcache", "unset"]),
     "data-parallel attention": (
         [*SPARSE, "--enable-dp-attention"],

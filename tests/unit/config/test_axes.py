@@ -55,6 +55,19 @@ def test_first_dense_layers_are_the_ones_that_do_not_select() -> None:
     assert config_of(layers=EveryLayer()).sparse_layers(3) == (0, 1, 2)
 
 
+def test_lists_have_room_for_the_most_that_a_request_may_ask_for() -> None:
+    budget = TokenBudget(tokens=512, max_tokens=2048)
+    assert (budget.floor, budget.largest.floor) == (512, 2048)
+    assert config_of(budget=budget).capacity_units(100_000) == 2048
+    share = FractionBudget(fraction=0.1, floor=512, max_fraction=0.5)
+    assert config_of(budget=share).capacity_units(100_000) == 50_000
+    assert config_of(budget=share).capacity_units(600) == 512
+    assert config_of(budget=share).request_range == (1e-6, 0.5)
+    assert config_of(budget=TokenBudget(tokens=512)).request_range == (81, 512)
+    with pytest.raises(ValidationError, match=r"budget\.max_fraction 0\.05 is below"):
+        FractionBudget(fraction=0.1, floor=512, max_fraction=0.05)
+
+
 def test_a_fixed_budget_has_no_fraction_and_its_tokens_as_the_floor() -> None:
     budget = TokenBudget(tokens=512)
     assert (budget.floor, budget.fraction) == (512, 0.0)
