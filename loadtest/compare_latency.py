@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from decode_latency import add_arguments, measure_server
+from profile_decode import profile
 
 HERE = Path(__file__).parent
 # Short rows are measured sparse too, so that the crossover can be read off.
@@ -102,12 +103,16 @@ def run(label: str, args: argparse.Namespace) -> None:
     with running_server(label, args.model, args.port, batch, args.logs) as url:
         measure_server(url, label, args, out)
         used = gpu("memory.used")
+        cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
+        profiles = [profile(url, *cell, args.vocab) for cell in cells]
     command = server_command(args.model, args.port, batch, CONFIGURATIONS[label])
     report = json.loads(out.read_text())
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")
     report["commit"] = args.commit or output_of("git", "rev-parse", "--short", "HEAD")
     report["command"] = command[1:]
+    if profiles:
+        report["profiles"] = profiles
     out.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -120,6 +125,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
     parser.add_argument(
         "--logs", type=Path, help="folder of the servers' logs; the same by default"
+    )
+    parser.add_argument(
+        "--profile", nargs="*", default=[], metavar="CONTEXTxBATCH", help="steps to take apart"
     )
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     add_arguments(parser)
