@@ -7,6 +7,7 @@ An operator is a folder: ``reference.py`` defines it, ``kernel.py`` is the Trito
 
 from .attend import gathered_decode_attention, make_workspace, workspace_bytes
 from .count import COUNTS, count_decode
+from .exact import ExactWorkspace, exact_score, make_exact_workspace
 from .plan import DENSE_REQUEST, DecodePlan, budget_row, plan_decode, snapshot_page_table
 from .planes import (
     SKETCH_DTYPES,
@@ -25,6 +26,7 @@ from .select import (
     select_topk,
     topk_workspace_bytes,
 )
+from .tiles import TilePlan, plan_tiles, tile_attention, tile_score, tile_tokens_of
 
 __all__ = [
     "BLOCK_UNITS",
@@ -32,23 +34,31 @@ __all__ = [
     "DENSE_REQUEST",
     "SKETCH_DTYPES",
     "DecodePlan",
+    "ExactWorkspace",
     "PlaneBuffers",
     "SketchFormat",
+    "TilePlan",
     "TopkWorkspace",
     "budget_row",
     "count_decode",
     "dequantize_sketch",
+    "exact_score",
     "gathered_decode_attention",
+    "make_exact_workspace",
     "make_topk_workspace",
     "make_workspace",
     "padded_blocks",
     "page_minmax_score",
     "plan_decode",
+    "plan_tiles",
     "quantize_sketch",
     "select_channels",
     "select_topk",
     "sketch_score",
     "snapshot_page_table",
+    "tile_attention",
+    "tile_score",
+    "tile_tokens_of",
     "topk_workspace_bytes",
     "update_planes",
     "workspace_bytes",

@@ -29,6 +29,7 @@ def gathered_decode_attention(
     page_size: int,
     sm_scale: float,
     logit_cap: float = 0.0,
+    head_map: torch.Tensor | None = None,
     out: torch.Tensor,
     workspace: torch.Tensor | None = None,
     impl: Impl,
@@ -38,6 +39,7 @@ def gathered_decode_attention(
     Row r, KV head h attends to the positions below tail_start of the units
     ``indices[list_rows[r], h, :counts[list_rows[r], h]]`` and to [tail_start, seq_len). A row
     with k_units 0 has an empty list, whatever its count says; with tail_start 0 it is dense.
+    With a ``head_map`` it is list ``head_map[h]`` that KV head h attends to (Kascade section 3.5).
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
@@ -45,12 +47,14 @@ def gathered_decode_attention(
         k_buffer: [slots, H, D] in q's dtype, contiguous.
         v_buffer: the same.
         plan: R rows.
-        indices: int32 [list rows, H, capacity], logical units, distinct within a list.
+        indices: int32 [list rows, H, capacity], logical units, distinct within a list; with a
+            ``head_map`` any number of lists may take the place of H.
         counts: int32 [list rows, H]; entries of a list past k_units are not attended to.
         unit: tokens a unit.
         page_size: tokens a physical page (P).
         sm_scale: factor on q.k, usually 1 / sqrt(D).
         logit_cap: logits become cap * tanh(logit / cap) if above 0.
+        head_map: int32 [H], the list that each KV head takes; its own if None.
         out: [R, H * G, D], q's dtype, contiguous; every entry is written.
         workspace: from :func:`make_workspace` for at least R rows. Needed by "triton".
         impl: "triton" or "torch".
@@ -64,8 +68,12 @@ def gathered_decode_attention(
     check_shape("k_buffer", k_buffer, (-1, heads, dim))
     check_shape("v_buffer", v_buffer, tuple(k_buffer.shape))
     check_shape("out", out, tuple(q.shape))
-    check_shape("indices", indices, (-1, heads, -1))
-    check_shape("counts", counts, (indices.shape[0], heads))
+    lists = heads if head_map is None else indices.shape[1]
+    check_shape("indices", indices, (-1, lists, -1))
+    check_shape("counts", counts, (indices.shape[0], lists))
+    if head_map is not None:
+        check_shape("head_map", head_map, (heads,))
+        check_dtype("head_map", head_map, torch.int32)
     if page_size % unit:
         raise ValueError(f"unit={unit} must divide page_size={page_size}")
     group = group_size(q.shape[1], heads)
@@ -81,6 +89,7 @@ def gathered_decode_attention(
             page_size=page_size,
             sm_scale=sm_scale,
             logit_cap=logit_cap,
+            head_map=head_map,
             out=out,
         )
         return
@@ -108,6 +117,7 @@ def gathered_decode_attention(
         page_size=page_size,
         sm_scale=sm_scale,
         logit_cap=logit_cap,
+        head_map=head_map,
         out=out,
         workspace=workspace,
     )

@@ -29,6 +29,7 @@ def attend_split_kernel(
     list_rows,
     indices,
     counts,
+    head_map,
     out,
     partial,
     lse,
@@ -38,6 +39,7 @@ def attend_split_kernel(
     scale_log2,
     logit_cap,
     H: tl.constexpr,
+    LISTS: tl.constexpr,
     G: tl.constexpr,
     BG: tl.constexpr,
     D: tl.constexpr,
@@ -52,7 +54,10 @@ def attend_split_kernel(
     i_s = tl.program_id(1)
     o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
     m_g = o_g < G
-    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_h
+    i_list = i_h
+    if head_map is not None:
+        i_list = tl.load(head_map + i_h)
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * LISTS + i_list
     tail = tl.load(tail_start + i_r)
     tail_tokens = tl.load(seq_lens + i_r) - tail
     listed = tl.minimum(tl.load(k_units + i_r), capacity) * UNIT
@@ -147,6 +152,7 @@ def gathered_decode_attention_triton(
     page_size: int,
     sm_scale: float,
     logit_cap: float,
+    head_map: torch.Tensor | None,
     out: torch.Tensor,
     workspace: torch.Tensor,
 ) -> None:
@@ -178,6 +184,7 @@ def gathered_decode_attention_triton(
         plan.list_rows,
         indices,
         counts,
+        head_map,
         out,
         partial,
         lse,
@@ -187,6 +194,7 @@ def gathered_decode_attention_triton(
         sm_scale * log2_e,
         logit_cap,
         H=heads,
+        LISTS=indices.shape[1],
         G=group,
         BG=max(16, next_power_of_2(group)),
         D=dim,

@@ -19,6 +19,7 @@ def gathered_decode_attention_reference(
     page_size: int,
     sm_scale: float,
     logit_cap: float,
+    head_map: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
@@ -28,6 +29,7 @@ def gathered_decode_attention_reference(
     device = q.device
     head = torch.arange(heads, device=device)[:, None]
     within = torch.arange(unit, device=device)
+    mapped = slice(None) if head_map is None else head_map.long()
     for row in range(plan.num_rows):
         seq_len = int(plan.seq_lens[row])
         tail_start = int(plan.tail_start[row])
@@ -36,8 +38,8 @@ def gathered_decode_attention_reference(
         if plan.k_units[row] > 0:
             state = int(plan.list_rows[row])
             listed = min(int(plan.k_units[row]), indices.shape[2])
-            units = indices[state, :, :listed].long()
-            in_list = torch.arange(listed, device=device) < counts[state][:, None]
+            units = indices[state, mapped, :listed].long()
+            in_list = torch.arange(listed, device=device) < counts[state, mapped][:, None]
             selected = (units[..., None] * unit + within).flatten(1)
             in_list = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
             positions = torch.cat((selected.where(in_list, 0), positions), 1)

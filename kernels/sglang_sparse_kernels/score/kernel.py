@@ -108,7 +108,7 @@ def _join(b_a, b_b, SUM: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(
+def store_scores(
     out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
     m_t = o_t < n
@@ -304,7 +304,7 @@ def page_minmax_score_kernel(
                 b_score = tl.sum(b_a, 1)
             else:
                 b_score = tl.max(tl.where((o_g < G)[None, :], b_a, float("-inf")), 1)
-            _store_scores(out, block_max, b_score, o_u, n, base * width, base * blocks, BU, BLOCK)
+            store_scores(out, block_max, b_score, o_u, n, base * width, base * blocks, BU, BLOCK)
 
 
 def select_channels_triton(

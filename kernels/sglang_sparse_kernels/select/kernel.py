@@ -6,7 +6,8 @@
 The k best units lie in the k blocks with the largest maxima, so with k small against the context
 only the block maxima and k blocks are read. Both searches keep their scores in the registers of
 one program and interpolate the score that k of them reach; ties are cut by index. A row that does
-not fit is searched by re-reading it.
+not fit is read about four times: a sample bounds the k-th best score, and only the units between
+the bounds are searched.
 """
 
 import torch
@@ -280,9 +281,8 @@ def _take(
 
 
 @triton.jit
-def _take_streamed(
+def _sample_bounds(
     p_scores,
-    p_out,
     n,
     k,
     forced_below,
@@ -292,15 +292,65 @@ def _take_streamed(
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
-    """Write the k best of any number of units, reading all of them at every step of a bisection."""
+    """(low, high): scores that the k-th best of n units lies between, most likely.
+
+    Every so many blocks are looked at; units of a block are alike, so a block counts as one draw
+    and the bounds are four standard deviations of that apart.
+    """
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
-    # Keys of -inf and +inf: at least k scores reach lo, fewer than k lie above hi.
+    o_b = (tl.arange(0, ROWS).to(tl.int64) * num_blocks // ROWS).to(tl.int32)
+    b_s, o_u = _load_units(
+        p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+    )
+    share = k.to(tl.float32) / n
+    middle = share * BT
+    margin = 4.0 * tl.sqrt(middle * BLOCK * (1.0 - share)) + BLOCK
+    rank_low = tl.minimum(middle + margin, BT).to(tl.int32)
+    rank_high = tl.maximum(middle - margin, 1.0).to(tl.int32)
+    _, low = _winners(b_s, o_u, float("-inf"), n - 1, rank_low, BT)
+    _, high = _winners(b_s, o_u, float("-inf"), n - 1, rank_high, BT)
+    return low, high
+
+
+@triton.jit
+def _take_streamed(
+    p_scores,
+    p_list,
+    p_out,
+    n,
+    k,
+    forced_below,
+    free_below,
+    list_blocks,
+    BT: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """Write the k best of any number of units, which are read a few times over.
+
+    A sample says between which scores the k-th best lies; two counts narrow it to that, and more
+    halve it, until the units in question fit in registers or are all equal.
+    """
+    ROWS: tl.constexpr = BT // BLOCK
+    num_blocks = tl.cdiv(n, BLOCK)
+    limit = tl.minimum(list_blocks, BT)
+    low, high = _sample_bounds(
+        p_scores, n, k, forced_below, free_below, SAMPLE, BLOCK, WHOLE, CLEAN
+    )
+    # Keys of -inf and +inf: count_lo scores, at least k, reach lo; above, fewer than k, pass hi.
     lo = tl.full((), -2139095041, tl.int32)
     hi = tl.full((), 2139095040, tl.int32)
+    count_lo = tl.full((), 0, tl.int32) + n
     above = tl.full((), 0, tl.int32)
-    while lo < hi:
+    step = tl.full((), 0, tl.int32)
+    while (lo < hi) & (count_lo - above > limit):
         middle = (lo & hi) + ((lo ^ hi) >> 1) + 1
+        middle = tl.where(step == 0, _key_of(high), middle)
+        middle = tl.where(step == 1, _key_of(low), middle)
+        middle = tl.minimum(tl.maximum(middle, lo + 1), hi)
         score = _score_of(middle)
         count = tl.full((), 0, tl.int32)
         for i_b in range(0, num_blocks, ROWS):
@@ -310,9 +360,31 @@ def _take_streamed(
             )
             count += tl.sum((b_s >= score).to(tl.int32))
         above = tl.where(count >= k, above, count)
+        count_lo = tl.where(count >= k, count, count_lo)
         lo = tl.where(count >= k, middle, lo)
         hi = tl.where(count >= k, hi, middle - 1)
+        step += 1
     score = _score_of(lo)
+    if lo < hi:
+        # List the units in question, find the k-th best among them.
+        top = _score_of(hi)
+        listed = tl.full((), 0, tl.int32)
+        for i_b in range(0, num_blocks, ROWS):
+            o_b = i_b + tl.arange(0, ROWS)
+            b_s, o_u = _load_units(
+                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+            )
+            b_open = (b_s >= score) & (b_s <= top) & (o_u < n)
+            listed = _store_winners(p_list, b_open, o_u, listed, limit)
+        # The list is read back by other threads of this program.
+        tl.debug_barrier()
+        o_l = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        m_l = o_l < listed
+        b_u = tl.load(p_list + o_l, mask=m_l, other=2147483647)
+        b_s = tl.load(p_scores + b_u, mask=m_l, other=float("-inf"))
+        b_s = _rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
+        _, score = _winners(b_s, b_u, float("-inf"), n - 1, k - above, BT)
+        above += tl.sum(((b_s > score) & m_l).to(tl.int32))
     taken = tl.full((), 0, tl.int32)
     tied = above
     for i_b in range(0, num_blocks, ROWS):
@@ -382,8 +454,9 @@ def select_topk_kernel(
                 )  # fmt: skip
             elif (n > BU) & ((num_blocks > BB) | (k * BLOCK > BU)):
                 _take_streamed(
-                    p_scores, p_out, n, k, forced_below, free_below, BU, BLOCK, WHOLE, CLEAN
-                )
+                    p_scores, p_blocks, p_out, n, k, forced_below, free_below, list_blocks,
+                    BU, SU, BLOCK, WHOLE, CLEAN,
+                )  # fmt: skip
             else:
                 pruned = n > BU
                 floor = tl.full((), float("-inf"), tl.float32)

@@ -176,3 +176,28 @@ def test_batch_neighbours_do_not_change_a_row(impl: str) -> None:
     after = attend(batch, lists, impl)
     assert torch.equal(before[[0, 2]], after[[0, 2]])
     assert not torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("head_map", [[2, 0, 2], [0, 0, 0]])
+def test_a_head_attends_to_the_list_that_it_is_mapped_to(impl: str, head_map: list[int]) -> None:
+    batch = make_batch(([257, 111, 300], 64, 3, 4, 64, torch.bfloat16, 1, 1), dense_rows=())
+    indices, counts = batch.random_lists()
+    taken = torch.tensor(head_map, dtype=torch.int32, device=DEVICE)
+    # A layer may have fewer lists than heads.
+    lists = (
+        indices[:, : max(head_map) + 1].contiguous(),
+        counts[:, : max(head_map) + 1].contiguous(),
+    )
+    out = torch.full_like(batch.q, NAN)
+    gathered_decode_attention(
+        batch.q, batch.k[0], batch.v[0], batch.plan, *lists, head_map=taken,
+        unit=1, page_size=64, sm_scale=batch.dim**-0.5, out=out, impl=impl,
+        workspace=make_workspace(3, 12, 3, 64, DEVICE).fill_(NAN),
+    )  # fmt: skip
+    mapped = indices[:, head_map], counts[:, head_map]
+    exact = naive_attention(batch, mapped, torch.float64)
+    eager = naive_attention(batch, mapped, batch.dtype)
+    assert_within_budget(out, exact, eager, rounding(batch.dtype))
+    unmapped = naive_attention(batch, (indices, counts), torch.float64)
+    assert (unmapped - exact).abs().max() > 0.1

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The description of one prefill batch as tiles of queries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from ..plan import DecodePlan
+from ..plan.types import PPM
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Tiles of a prefill batch, T of them.
+
+    Attributes:
+        rows: a row a tile. ``update_start`` is the position of its first query and ``seq_lens`` one
+            past its last; selection covers [0, tail_start), and a query at position p attends to
+            its tile's list and to [tail_start, p]. ``tail_start`` is 0 for a dense tile.
+        q_rows: int32 [T], row of a tile's first query among the batch's tokens.
+        tile_tokens: most queries a tile has.
+        max_units: largest ``k_units``, on the host; 0 if no tile selects.
+        max_tail: largest ``tail_start``, on the host.
+    """
+
+    rows: DecodePlan
+    q_rows: torch.Tensor
+    tile_tokens: int
+    max_units: int
+    max_tail: int
+
+    def part(self, start: int, stop: int) -> "TilePlan":
+        """Tiles [start, stop)."""
+        views = {f.name: getattr(self.rows, f.name)[start:stop] for f in fields(self.rows)}
+        return replace(self, rows=DecodePlan(**views), q_rows=self.q_rows[start:stop])
+
+
+def tile_tokens_of(tile: int, group: int, page_size: int) -> int:
+    """Consecutive tokens of a tile of ``tile`` queries, those of a group of query heads counted in.
+
+    The largest power of two that fits and divides a page, so that a cached prefix, which ends with
+    a page, never cuts a tile.
+    """
+    tokens = 1
+    while 2 * tokens * group <= tile and 2 * tokens <= page_size:
+        tokens *= 2
+    return tokens
+
+
+def plan_tiles(
+    page_table: torch.Tensor,
+    prefix_lens: Sequence[int],
+    extend_lens: Sequence[int],
+    *,
+    tile_tokens: int,
+    min_tokens: int,
+    floor: int,
+    fraction: float,
+) -> TilePlan:
+    """Cut the new tokens of a batch into tiles, all arithmetic on the host.
+
+    Tiles start at multiples of ``tile_tokens`` of the request, wherever its chunk starts. One that
+    starts at s >= ``min_tokens`` selects min(s, max(floor, ceil(fraction * s))) of the s tokens
+    before it; others are dense. So what a token attends to follows from its position alone, not
+    from how its prompt was cut or from what was cached.
+
+    Args:
+        page_table: int32 [R, max_pages], pages of each request.
+        prefix_lens: tokens of each request whose KV is there already.
+        extend_lens: new tokens of each request, in the order of the batch's queries.
+        tile_tokens: see :func:`tile_tokens_of`.
+        min_tokens: tiles that start before this are dense.
+        floor: least budget, in tokens.
+        fraction: budget as a fraction of the tokens before the tile, exact to one millionth.
+    """
+    columns: list[tuple[int, int, int, int, int, int]] = []
+    q_row = 0
+    for request, (prefix, extend) in enumerate(zip(prefix_lens, extend_lens, strict=True)):
+        first = prefix
+        while first < prefix + extend:
+            aligned = first // tile_tokens * tile_tokens
+            end = min(aligned + tile_tokens, prefix + extend)
+            budget = 0
+            if aligned >= max(min_tokens, 1):
+                share = -(-aligned * round(fraction * PPM) // PPM)
+                budget = min(aligned, max(floor, share))
+            columns.append((request, first, end, aligned if budget else 0, budget, q_row))
+            q_row += end - first
+            first = end
+    table = torch.tensor(columns, dtype=torch.int32).view(-1, 6).T.contiguous()
+    table = table.to(page_table.device)
+    requests, firsts, ends, tails, units, queries = table.unbind()
+    number = torch.arange(table.shape[1], dtype=torch.int32, device=page_table.device)
+    rows = DecodePlan(
+        page_table=page_table[requests.long()],
+        seq_lens=ends,
+        tail_start=tails,
+        k_units=units,
+        reselect=(units > 0).int(),
+        refresh=torch.zeros_like(units),
+        list_rows=number,
+        update_start=firsts,
+    )
+    return TilePlan(
+        rows,
+        queries,
+        tile_tokens,
+        max_units=max((column[4] for column in columns), default=0),
+        max_tail=max((column[3] for column in columns), default=0),
+    )
