@@ -44,6 +44,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         "state_bytes": backend.state_bytes(),
         "decode_steps": dict(backend.steps),
+        "prefill_batches": dict(backend.prefills),
         "fidelity": None if backend.probe is None else backend.probe.report(),
         "sglang": compat.sglang_version(),
         "sglang_tested": compat.tested_range(),
@@ -79,5 +80,14 @@ def _layers(roles: dict[str, int]) -> str:
 
 def _choice(choice: dict[str, Any]) -> str:
     """``key_sketch(channels=16)`` of one axis."""
-    settings = ", ".join(f"{key}={value}" for key, value in choice.items() if key != "kind")
+    settings = ", ".join(f"{key}={_value(v)}" for key, v in choice.items() if key != "kind")
     return f"{choice['kind']}({settings})" if settings else str(choice["kind"])
+
+
+def _value(value: Any) -> str:
+    """A setting in a few words: maps and records are in ``/server_info``, not in a log line."""
+    if isinstance(value, dict):
+        return "given"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"{len(value)} given"
+    return str(value)

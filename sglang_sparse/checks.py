@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 BACKEND = "sparse"
+MOST_TILED_TOKENS = 16384  # tokens of a prefill batch whose tiles may select
 MAX_GROUP = 16  # query heads a KV head that the kernels take
 
 _OFF = (None, False)
@@ -74,6 +75,36 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
         )
 
 
+def check_ranks(config: SparseConfig, layers: int, kv_heads: int, tp_size: int) -> None:
+    """Refuse selections that tensor parallelism would split between processes.
+
+    Args:
+        config: the resolved configuration.
+        layers, kv_heads: layers and KV heads of the whole model.
+        tp_size: ranks that they are divided over.
+
+    Raises:
+        ConfigError: a list is shared by heads of several ranks.
+    """
+    if tp_size == 1:
+        return
+    if config.score.lists(kv_heads) != kv_heads:
+        raise refuse(
+            "--tp-size", tp_size, "1 with score.pool=heads", "set score.pool to group, or drop it"
+        )
+    share = max(1, kv_heads // tp_size)
+    for layer in range(layers):
+        for head, taken in enumerate(config.layers.role(layer).heads or ()):
+            if head // share != taken // share:
+                raise refuse(
+                    "--tp-size",
+                    tp_size,
+                    "ranks that no head map crosses",
+                    f"head {head} of layer {layer} takes the list of head {taken}, which another "
+                    f"rank has: run `sglang-sparse calibrate kascade --model PATH --tp {tp_size}`",
+                )
+
+
 def check_resolved(server_args: Any, config: SparseConfig) -> None:
     """Refuse what only SGLang's own resolution of the flags brought about.
 
@@ -110,6 +141,14 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
                 " or ".join(fine),
                 f"set it to {fine[1]}: plans and plane updates need it",
             )
+    chunk = server_args.chunked_prefill_size
+    if config.prefill.kind == "tile_topk" and not 0 < (chunk or 0) <= MOST_TILED_TOKENS:
+        raise refuse(
+            "--chunked-prefill-size",
+            chunk,
+            f"1 to {MOST_TILED_TOKENS} with prefill.kind=tile_topk",
+            "set it: what a chunk's tiles select is kept until its last layer",
+        )
     on_cpu = server_args.device == "cpu"
     inner = ("auto", "torch_native") if on_cpu else ("auto", "flashinfer", "triton")
     if config.inner not in inner:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sglang-sparse`: presets, their schema, what two flags resolve to, and evaluation."""
+"""`sglang-sparse`: presets, their schema, what two flags resolve to, evaluation, calibration."""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -26,6 +27,8 @@ from sglang_sparse.config import (
 from sglang_sparse.config.presets import SCHEMA_FILE
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+calibrate_app = typer.Typer(no_args_is_help=True, help="Measure a model, write its presets.")
+app.add_typer(calibrate_app, name="calibrate")
 
 
 def _fail(message: str) -> typer.Exit:
@@ -156,6 +159,51 @@ def evaluate(
 def version() -> None:
     """Print the version and the methods that have presets."""
     typer.echo(f"sglang-sparse {__version__}; methods {', '.join(available_methods())}")
+
+
+@calibrate_app.command("kascade")
+def calibrate_kascade(
+    model: Annotated[str, typer.Option(help="A folder or hub name that transformers loads.")],
+    output: Annotated[
+        list[Path], typer.Option(help="Preset to write: configs/MODEL/kascade.json; repeatable.")
+    ],
+    report: Annotated[Path, typer.Option(help="Folder for tables and pictures.")],
+    anchors: Annotated[int, typer.Option(help="Layers that select, layer 0 among them.")] = 5,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of prompts; generated ones if left out.")
+    ] = None,
+    count: Annotated[int, typer.Option(help="Prompts to measure on.")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="Tokens kept of a longer prompt.")] = 8192,
+    top_k: Annotated[int, typer.Option(help="Keys a query that similarity compares.")] = 64,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that no head map crosses.")] = 1,
+    importance: Annotated[
+        Literal["cosine", "effect"],
+        typer.Option(
+            help="A layer's weight: how far its attention turns the residual stream, as in the "
+            "paper, or how far predictions move if it sees a window alone."
+        ),
+    ] = "cosine",
+    seed: Annotated[int, typer.Option(help="Seed of the draw, or of generated prompts.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; cuda if there is one.")] = "auto",
+) -> None:
+    """Choose Kascade's anchors and head maps on a model; resumes if it was interrupted."""
+    if find_spec("matplotlib") is None:
+        raise _fail("the report's pictures need matplotlib: pip install 'sglang-sparse[calibrate]'")
+    import torch
+
+    from sglang_sparse.calibrate.kascade import Settings, calibrate
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = Settings(
+        model=model, prompts=prompts, anchors=anchors, outputs=output, report=report, count=count,
+        max_tokens=max_tokens, top_k=top_k, tp=tp, importance=importance, seed=seed, device=device,
+    )  # fmt: skip
+    try:
+        layers = calibrate(settings, Console(stderr=True))
+    except ConfigError as error:
+        raise _fail(str(error)) from error
+    typer.echo(f"anchors {list(layers.anchors)}; wrote {', '.join(map(str, output))}")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat, hooks
-from sglang_sparse.checks import BACKEND, check_flags, check_model, check_resolved
+from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.launch import SparseLaunch, attach
 
@@ -113,8 +113,12 @@ def prepare(args: Namespace) -> SparseLaunch | None:
         )
     model = compat.read_model_config(args)
     check_model(model, args.model_path)
-    resolved = resolve_with_source(method, config_text, geometry_of(model, args.model_path))
+    geometry = geometry_of(model, args.model_path)
+    resolved = resolve_with_source(method, config_text, geometry)
     check_flags(args, resolved.config)
+    check_ranks(
+        resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
+    )
     args.page_size = resolved.config.page_size
     args.radix_cache_backend = BACKEND
     return SparseLaunch(resolved)

@@ -90,7 +90,7 @@ class Exporter:
         self._to("decode_rows", sums["rows"])
         self._to("dense_fallback_rows", sums["dense_rows"])
         for role, layers in self._layers.items():
-            attended = sums["kv_tokens" if role == "dense" else "attended_tokens"]
+            attended = sums["kv_tokens" if role.startswith("dense") else "attended_tokens"]
             visible = self._to("kv_tokens", sums["kv_tokens"] * layers, role=role)
             change = self._to("kv_tokens_attended", attended * layers, role=role)
             if visible:

@@ -24,7 +24,9 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
     score = launch.config.score
     if score.kind == "page_minmax":
         return PlaneSpec(page_minmax=True, logical_page=score.logical_page)
-    return PlaneSpec(key_sketch=score.storage)
+    if score.kind == "key_sketch":
+        return PlaneSpec(key_sketch=score.storage)
+    return PlaneSpec()
 
 
 def implementation(device: str) -> Impl:

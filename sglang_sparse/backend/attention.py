@@ -21,6 +21,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import banner, compat, hooks, pools
 from sglang_sparse.backend.counters import DecodeCounters
+from sglang_sparse.backend.prefill import SparsePrefill, TileBatch
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
 from sglang_sparse.backend.requests import RequestTable
@@ -29,6 +30,7 @@ from sglang_sparse.backend.selection import (
     Limits,
     SelectionBuffers,
     kept_bytes,
+    kept_sets,
 )
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
@@ -86,12 +88,26 @@ class SparseAttentionBackend(AttentionBackend):
         self._request_slots = self.req_to_token_pool.req_to_token.shape[0]
         pool = self.token_to_kv_pool
         layers = selecting_layers(self.config, pool.start_layer, pool.end_layer)
-        self.buffers = self._allocate_buffers(runner, len(layers))
+        self.buffers = self._allocate_buffers(runner)
         graphs = self.captures_graphs = compat.captures_decode(runner.server_args)
         self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
-            self.config, pool, self.buffers, layers, self._request_slots, self.impl, self.probe
+            self.config,
+            pool,
+            self.buffers,
+            layers,
+            self._request_slots,
+            _first_kv_head(runner),
+            self.impl,
+            self.probe,
         )
+        choice = self.config.prefill
+        self.prefill = (
+            SparsePrefill(self.config, choice, pool, self.programs, self.impl)
+            if choice.kind == "tile_topk" and self.programs
+            else None
+        )
+        self._tiles: TileBatch | None = None
         score = self.config.score
         self._refresh_every = score.refresh_every if score.kind == "key_sketch" else 1
         self._last_layer = pool.end_layer - 1
@@ -105,36 +121,40 @@ class SparseAttentionBackend(AttentionBackend):
         self.variant: Variant = "dense"
         self.variant_to_capture: Variant = "dense"
         self.steps = {"dense": 0, "sparse": 0}
+        self.prefills = {"dense": 0, "sparse": 0}
         self._checked_layers: set[int] = set()
         logger.info(banner.text(self))
 
-    def _allocate_buffers(self, runner: ModelRunner, layers: int) -> SelectionBuffers:
-        pool, keep = self.token_to_kv_pool, self.config.cadence.every > 1
+    def _allocate_buffers(self, runner: ModelRunner) -> SelectionBuffers:
+        pool = self.token_to_kv_pool
+        query_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
         limits = Limits.of(
             self.config,
             max_context=self.req_to_token_pool.req_to_token.shape[1],
             kv_heads=pool.head_num,
+            query_heads=query_heads,
             max_rows=self._request_slots,
         )
-        kept = kept_bytes(
-            limits, layers=layers, request_slots=self._request_slots, kv_heads=pool.head_num
-        )
-        if keep and kept > MOST_KEPT_BYTES:
+        sets = kept_sets(self.config, range(pool.start_layer, pool.end_layer))
+        kept = kept_bytes(limits, sets=sets, request_slots=self._request_slots)
+        if kept > MOST_KEPT_BYTES:
+            every = self.config.cadence.every
             raise refuse(
                 "--sparse-config",
-                f"cadence.every={self.config.cadence.every}",
+                f"cadence.every={every}" if every > 1 else f"layers.kind={self.config.layers.kind}",
                 f"kept selections of {MOST_KEPT_BYTES >> 30} GiB or less",
                 f"these would take {kept / 2**30:.1f} GiB: lower --max-running-requests "
-                f"(now {self._request_slots - 1}) or the budget, or set cadence.every to 1",
+                f"(now {self._request_slots - 1}), --context-length or the budget"
+                + (", or set cadence.every to 1" if every > 1 else ""),
             )
         return SelectionBuffers(
             limits,
-            keep=keep,
-            layers=layers,
+            sets=sets,
             request_slots=self._request_slots,
             kv_heads=pool.head_num,
-            query_heads=runner.model_config.num_attention_heads // get_parallel().attn_tp_size,
+            query_heads=query_heads,
             head_dim=pool.head_dim,
+            exact=self.impl == "triton" and self.config.score.scratch(1) > 0,
             device=self.device,
         )
 
@@ -262,6 +282,12 @@ class SparseAttentionBackend(AttentionBackend):
         longest = max(forward_batch.extend_seq_lens_cpu, default=1)
         self._extend = (page_table, start, end, longest)
         self.requests.start_decoding(slots, end)
+        self._tiles = None
+        if self.prefill is not None:
+            self._tiles = self.prefill.plan(
+                page_table, forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+            )
+        self.prefills["dense" if self._tiles is None else "sparse"] += 1
 
     # Running, once a layer.
 
@@ -276,10 +302,13 @@ class SparseAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         program = self.programs.get(layer.layer_id) if self.variant == "sparse" else None
-        if program is None:
+        if program is None or program.dense:
             out = self.inner.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
+            if program is not None:
+                self._check(layer, kwargs)
+                self._run(program, q, layer)
         else:
             out = self._forward_sparse(
                 program, q, k, v, layer, forward_batch, save_kv_cache, kwargs
@@ -303,17 +332,45 @@ class SparseAttentionBackend(AttentionBackend):
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         self._check(layer, kwargs)
+        self._write(layer, forward_batch, k, v, save_kv_cache)
+        out = self._run(program, q, layer)
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+    def _write(
+        self,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        save_kv_cache: bool,
+    ) -> None:
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
-        out = program.run(
+
+    def _run_tiles(
+        self, tiles: TileBatch, program: SelectAndAttend, q: torch.Tensor, layer: RadixAttention
+    ) -> torch.Tensor:
+        assert self.prefill is not None
+        out = self.prefill.run(
+            tiles,
+            program,
+            q.view(-1, layer.tp_q_head_num, layer.head_dim),
+            scaling=layer.scaling,
+            logit_cap=layer.logit_cap,
+        )
+        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
+
+    def _run(
+        self, program: SelectAndAttend, q: torch.Tensor, layer: RadixAttention
+    ) -> torch.Tensor:
+        return program.run(
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             self._plan,
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,
         )
-        return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
     def forward_extend(
         self,
@@ -326,9 +383,17 @@ class SparseAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         self._check(layer, kwargs)
-        out: torch.Tensor = self.inner.forward_extend(
-            q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-        )
+        tiles, program = self._tiles, self.programs.get(layer.layer_id)
+        out: torch.Tensor
+        if tiles is None or program is None or program.dense:
+            out = self.inner.forward_extend(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+            if tiles is not None and program is not None:
+                self._run_tiles(tiles, program, q, layer)
+        else:
+            self._write(layer, forward_batch, k, v, save_kv_cache)
+            out = self._run_tiles(tiles, program, q, layer)
         if layer.layer_id == self._last_layer:
             assert self._extend is not None
             page_table, start, end, longest = self._extend
@@ -359,7 +424,8 @@ class SparseAttentionBackend(AttentionBackend):
 
     def state_bytes(self) -> int:
         """Device bytes beside pool and planes: scores, lists, channels, plans."""
-        scorers = sum(program.scorer.state_bytes() for program in self.programs.values())
+        programs = self.programs.values()
+        scorers = sum(p.scorer.state_bytes() for p in programs if p.scorer is not None)
         plans = {id(plan): plan for plan in (self._eager_plan, self._graph_plan) if plan}
         tables = sum(plan.page_table.nbytes for plan in plans.values())
         return self.buffers.nbytes() + scorers + tables + self.requests.nbytes()
@@ -381,6 +447,13 @@ def _launch_of(runner: ModelRunner) -> SparseLaunch:
             remedy="start it that way",
         )
     return launch
+
+
+def _first_kv_head(runner: ModelRunner) -> int:
+    """Global id of the first KV head of this rank."""
+    parallel, heads = get_parallel(), runner.model_config.get_total_num_kv_heads()
+    # With more ranks than KV heads, neighbours hold a copy of the same one.
+    return int(parallel.attn_tp_rank * heads // parallel.attn_tp_size)
 
 
 def _check_runner(runner: ModelRunner) -> None:

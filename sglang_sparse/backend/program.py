@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from sglang_sparse.backend.probe import FidelityProbe
-from sglang_sparse.backend.scorers import KeySketchScorer, PageMinMaxScorer, Scorer
+from sglang_sparse.backend.scorers import (
+    ExactScorer,
+    KeySketchScorer,
+    PageMinMaxScorer,
+    Scorer,
+)
 from sglang_sparse.backend.selection import SelectionBuffers, passes
-from sglang_sparse.config import SparseConfig
+from sglang_sparse.checks import refuse
+from sglang_sparse.config import Role, SparseConfig
 from sglang_sparse_kernels.attend import gathered_decode_attention
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
@@ -24,19 +29,20 @@ class SelectAndAttend:
     """Score the units, select the best, attend to those and to the tail.
 
     Attributes:
-        role: what layers with this program are called in metrics.
-        scorer: bound to this layer's planes.
+        scorer: bound to this layer's planes; None if another layer writes the lists.
+        dense: it selects for later layers alone; :meth:`run` computes no attention.
         indices, counts: the lists this layer writes and reads.
+        head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
         layer: its global id.
         probe: compares with dense attention, or None.
         k_buffer, v_buffer: [slots, kv_heads, head_dim] of this layer.
     """
 
-    role: ClassVar[str] = "select"
-
-    scorer: Scorer
+    scorer: Scorer | None
+    dense: bool
     indices: torch.Tensor
     counts: torch.Tensor
+    head_map: torch.Tensor | None
     k_buffer: torch.Tensor
     v_buffer: torch.Tensor
     buffers: SelectionBuffers
@@ -47,6 +53,13 @@ class SelectAndAttend:
     impl: Impl
     layer: int
     probe: FidelityProbe | None
+
+    @property
+    def role(self) -> str:
+        """What layers with this program are called in metrics."""
+        if self.scorer is None:
+            return "reuse"
+        return "dense_select" if self.dense else "select"
 
     def run(
         self, q: torch.Tensor, plan: DecodePlan, *, scaling: float, logit_cap: float
@@ -60,26 +73,15 @@ class SelectAndAttend:
             logit_cap: soft cap on logits, 0 for none.
 
         Returns:
-            [rows, q_heads, head_dim], dtype of ``q``.
+            [rows, q_heads, head_dim], dtype of ``q``; undefined if :attr:`dense`.
         """
         out = torch.empty_like(q)
         for run, rows in passes(plan, self.buffers.limits.rows_a_pass):
-            scores = self.buffers.scores[: rows.num_rows]
-            topk = self.buffers.topk.rows(rows.num_rows)
             lists = self.buffers.list_plan(rows)
-            self.scorer.score(q[run], rows, scores, topk.block_max)
-            select_topk(
-                scores,
-                lists,
-                unit=self.unit,
-                sink=self.sink,
-                recent=self.recent,
-                out_indices=self.indices,
-                out_counts=self.counts,
-                workspace=topk,
-                has_block_max=True,
-                impl=self.impl,
-            )
+            if self.scorer is not None:
+                self._select(self.scorer, q[run], rows, lists, scaling, logit_cap)
+            if self.dense:
+                continue
             gathered_decode_attention(
                 q[run],
                 self.k_buffer,
@@ -91,17 +93,19 @@ class SelectAndAttend:
                 page_size=self.page_size,
                 sm_scale=scaling,
                 logit_cap=logit_cap,
+                head_map=self.head_map,
                 out=out[run],
                 workspace=self.buffers.attention,
                 impl=self.impl,
             )
             if self.probe is not None:
+                mapped = slice(None) if self.head_map is None else self.head_map.long()
                 self.probe.observe(
                     self.layer,
                     q[run],
                     lists,
-                    self.indices,
-                    self.counts,
+                    self.indices[:, mapped],
+                    self.counts[:, mapped],
                     self.k_buffer,
                     self.v_buffer,
                     out[run],
@@ -112,10 +116,35 @@ class SelectAndAttend:
                 )
         return out
 
+    def _select(
+        self,
+        scorer: Scorer,
+        q: torch.Tensor,
+        rows: DecodePlan,
+        lists: DecodePlan,
+        scaling: float,
+        logit_cap: float,
+    ) -> None:
+        scores = self.buffers.scores[: rows.num_rows]
+        topk = self.buffers.topk.rows(rows.num_rows)
+        scorer.score(q, rows, scores, topk.block_max, scaling=scaling, logit_cap=logit_cap)
+        select_topk(
+            scores,
+            lists,
+            unit=self.unit,
+            sink=self.sink,
+            recent=self.recent,
+            out_indices=self.indices,
+            out_counts=self.counts,
+            workspace=topk,
+            has_block_max=True,
+            impl=self.impl,
+        )
+
 
 def selecting_layers(config: SparseConfig, first: int, last: int) -> list[int]:
-    """Global ids of the layers in [first, last) that select; the others run dense."""
-    return [layer for layer in range(first, last) if config.layers.is_sparse(layer)]
+    """Global ids of the layers in [first, last) that select."""
+    return [layer for layer in range(first, last) if config.layers.role(layer).selects]
 
 
 def compile_programs(
@@ -124,10 +153,11 @@ def compile_programs(
     buffers: SelectionBuffers,
     layers: list[int],
     request_slots: int,
+    first_head: int,
     impl: Impl,
     probe: FidelityProbe | None,
 ) -> dict[int, SelectAndAttend]:
-    """One program for each selecting layer, by global layer id.
+    """One program for each layer that selects or attends to a selection, by global layer id.
 
     Args:
         config: the resolved configuration.
@@ -135,18 +165,38 @@ def compile_programs(
         buffers: lists, scores and workspace.
         layers: global ids of the selecting layers (:func:`selecting_layers`).
         request_slots: rows of per-request state.
+        first_head: global id of this rank's first KV head.
         impl: kernels or their references.
         probe: see :mod:`sglang_sparse.backend.probe`.
+
+    Raises:
+        ConfigError: a layer attends to the selection of one that another process runs.
     """
     programs = {}
-    for position, layer in enumerate(layers):
-        indices, counts = buffers.lists_of(position)
+    for layer in range(pool.start_layer, pool.end_layer):
+        role = config.layers.role(layer)
+        if not role.selects and role.source is None:
+            continue
+        writer = layer if role.selects else role.source
+        if writer not in layers:
+            raise refuse(
+                "--pipeline-parallel-size",
+                f"a stage from layer {pool.start_layer}",
+                f"stages that start with an anchor, as layer {layer} reuses layer {writer}",
+                "drop it, or cut the stages (SGLANG_PP_LAYER_PARTITION) before anchors",
+            )
+        indices, counts = buffers.lists_of(layers.index(writer))
+        local = layer - pool.start_layer
         programs[layer] = SelectAndAttend(
-            scorer=_scorer(config, pool, layer - pool.start_layer, request_slots, impl),
+            scorer=_scorer(config, pool, buffers, local, request_slots, impl)
+            if role.selects
+            else None,
+            dense=role.source is None,
             indices=indices,
             counts=counts,
-            k_buffer=pool.k_buffer[layer - pool.start_layer],
-            v_buffer=pool.v_buffer[layer - pool.start_layer],
+            head_map=_head_map(role, buffers, first_head, pool),
+            k_buffer=pool.k_buffer[local],
+            v_buffer=pool.v_buffer[local],
             buffers=buffers,
             unit=config.unit,
             sink=config.sink_tokens,
@@ -159,10 +209,38 @@ def compile_programs(
     return programs
 
 
+def _head_map(
+    role: Role, buffers: SelectionBuffers, first_head: int, pool: SparseMHATokenToKVPool
+) -> torch.Tensor | None:
+    """int32 [kv_heads] of this rank, or None if each head reads its own list."""
+    heads = range(pool.head_num)
+    if buffers.scores.shape[1] == 1:
+        taken = [0 for _ in heads]
+    elif role.heads is None:
+        return None
+    else:
+        # No map crosses ranks: check_head_maps refused that before any weight was loaded.
+        taken = [role.heads[first_head + head] - first_head for head in heads]
+    return torch.tensor(taken, dtype=torch.int32, device=pool.device)
+
+
 def _scorer(
-    config: SparseConfig, pool: SparseMHATokenToKVPool, local: int, request_slots: int, impl: Impl
+    config: SparseConfig,
+    pool: SparseMHATokenToKVPool,
+    buffers: SelectionBuffers,
+    local: int,
+    request_slots: int,
+    impl: Impl,
 ) -> Scorer:
     score, planes = config.score, pool.planes
+    if score.kind == "exact":
+        return ExactScorer(
+            k_buffer=pool.k_buffer[local],
+            page_size=pool.page_size,
+            pool=score.pool,
+            workspace=buffers.exact,
+            impl=impl,
+        )
     if score.kind == "page_minmax":
         assert planes.page_min is not None
         assert planes.page_max is not None

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from sglang_sparse_kernels.common import Impl, Reduce
+from sglang_sparse_kernels.exact import ExactWorkspace, Pool, exact_score
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.score import page_minmax_score, sketch_score
 
@@ -20,15 +21,24 @@ class Scorer(Protocol):
         """Device bytes of what it keeps per request, planes aside."""
 
     def score(
-        self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
+        self,
+        q: torch.Tensor,
+        plan: DecodePlan,
+        out: torch.Tensor,
+        block_max: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
     ) -> None:
         """Write fp32 scores of the rows that reselect at this step.
 
         Args:
             q: [rows, q_heads, head_dim], after RoPE.
             plan: the batch's plan, same rows; its ``list_rows`` are request slots.
-            out: fp32 [rows, kv_heads, units].
-            block_max: fp32 [rows, kv_heads, blocks], for the top-k that follows.
+            out: fp32 [rows, lists, units].
+            block_max: fp32 [rows, lists, blocks], for the top-k that follows.
+            scaling: factor on q.k.
+            logit_cap: soft cap on logits, 0 for none.
         """
 
 
@@ -53,7 +63,14 @@ class PageMinMaxScorer:
         return 0
 
     def score(
-        self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
+        self,
+        q: torch.Tensor,
+        plan: DecodePlan,
+        out: torch.Tensor,
+        block_max: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
     ) -> None:
         page_minmax_score(
             q,
@@ -90,7 +107,14 @@ class KeySketchScorer:
         return self.channels.nbytes
 
     def score(
-        self, q: torch.Tensor, plan: DecodePlan, out: torch.Tensor, block_max: torch.Tensor
+        self,
+        q: torch.Tensor,
+        plan: DecodePlan,
+        out: torch.Tensor,
+        block_max: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
     ) -> None:
         sketch_score(
             q,
@@ -102,5 +126,49 @@ class KeySketchScorer:
             reduce=self.reduce,
             out=out,
             block_max=block_max,
+            impl=self.impl,
+        )
+
+
+@dataclass(frozen=True)
+class ExactScorer:
+    """Attention probability, pooled after the softmax (Kascade, section 3.4).
+
+    Attributes:
+        k_buffer: [slots, kv_heads, head_dim] of this layer.
+        pool: the query heads that share a list.
+        workspace: scratch that all layers share; None for the PyTorch implementation.
+    """
+
+    k_buffer: torch.Tensor
+    page_size: int
+    pool: Pool
+    workspace: ExactWorkspace | None
+    impl: Impl
+
+    def state_bytes(self) -> int:
+        return 0
+
+    def score(
+        self,
+        q: torch.Tensor,
+        plan: DecodePlan,
+        out: torch.Tensor,
+        block_max: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+    ) -> None:
+        exact_score(
+            q,
+            self.k_buffer,
+            plan,
+            page_size=self.page_size,
+            sm_scale=scaling,
+            logit_cap=logit_cap,
+            pool=self.pool,
+            out=out,
+            block_max=block_max,
+            workspace=self.workspace,
             impl=self.impl,
         )

@@ -9,6 +9,7 @@ import torch
 
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.attend import make_workspace
+from sglang_sparse_kernels.exact import make_exact_workspace
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.select import make_topk_workspace
 
@@ -29,71 +30,102 @@ class Limits:
         max_units: selection units in the longest context, rounded up to whole lines of scores.
         capacity_units: units that a list holds.
         rows_a_pass: rows scored and attended together.
+        lists: lists a layer: KV heads, or 1 if they share one.
     """
 
     max_units: int
     capacity_units: int
     rows_a_pass: int
+    lists: int
 
     @classmethod
-    def of(cls, config: SparseConfig, *, max_context: int, kv_heads: int, max_rows: int) -> Limits:
+    def of(
+        cls,
+        config: SparseConfig,
+        *,
+        max_context: int,
+        kv_heads: int,
+        query_heads: int,
+        max_rows: int,
+    ) -> Limits:
         """Limits of one server; ``max_rows`` is the most requests that run at once."""
         units = -(-max_context // config.unit)
         max_units = -(-units // SCORE_ALIGNMENT) * SCORE_ALIGNMENT
-        rows = _SCORE_BYTES // (kv_heads * max_units * torch.float32.itemsize)
+        lists = config.score.lists(kv_heads)
+        floats = lists + kv_heads * config.score.scratch(query_heads // kv_heads)
+        rows = _SCORE_BYTES // (floats * max_units * torch.float32.itemsize)
         return cls(
             max_units=max_units,
             capacity_units=config.capacity_units(max_context),
             rows_a_pass=max(1, min(rows, _MAX_ROWS_A_PASS, max_rows)),
+            lists=lists,
         )
 
 
-def kept_bytes(limits: Limits, *, layers: int, request_slots: int, kv_heads: int) -> int:
-    """Bytes of the lists when a selection outlives its step."""
-    return layers * request_slots * kv_heads * limits.capacity_units * torch.int32.itemsize
+def kept_sets(config: SparseConfig, layers: range) -> int:
+    """Sets of lists that outlive their layer: one a selecting layer if they outlive their step.
+
+    Lists that other layers of the same step read take one set, as the next anchor comes after the
+    last of them. 0 if none outlives its layer.
+    """
+    roles = [config.layers.role(layer) for layer in layers]
+    if config.cadence.every > 1:
+        return sum(role.selects for role in roles)
+    return int(any(role.source is not None and not role.selects for role in roles))
+
+
+def kept_bytes(limits: Limits, *, sets: int, request_slots: int) -> int:
+    """Bytes of lists that outlive their layer."""
+    return sets * request_slots * limits.lists * limits.capacity_units * torch.int32.itemsize
 
 
 class SelectionBuffers:
-    """Scores, lists and workspace; shared by all layers unless selections are kept across steps.
+    """Scores, lists and workspace; shared by all layers unless selections outlive their layer.
 
     Attributes:
-        scores: fp32 [rows_a_pass, kv_heads, max_units].
-        indices: int32 [layers or 1, list rows, kv_heads, capacity_units], logical units.
-        counts: int32 [layers or 1, list rows, kv_heads].
+        scores: fp32 [rows_a_pass, lists, max_units].
+        indices: int32 [sets, list rows, lists, capacity_units], logical units.
+        counts: int32 [sets, list rows, lists].
         attention, topk: scratch of the two kernels.
+        exact: scratch of exact scoring, or None.
     """
 
     def __init__(
         self,
         limits: Limits,
         *,
-        keep: bool,
-        layers: int,
+        sets: int,
         request_slots: int,
         kv_heads: int,
         query_heads: int,
         head_dim: int,
+        exact: bool,
         device: torch.device,
     ) -> None:
-        """``keep`` is true when a selection outlives its step (cadence above 1): then lists are
-        per layer and request slot; otherwise one set of rows serves every layer in turn."""
+        """``sets`` is :func:`kept_sets`: lists are per request slot if there are any, otherwise one
+        set of rows serves every layer in turn. ``exact`` asks for the scratch of exact scoring."""
         self.limits = limits
-        self.keep = keep
-        rows = limits.rows_a_pass
-        self.scores = torch.empty((rows, kv_heads, limits.max_units), device=device)
-        sets, list_rows = (layers, request_slots) if keep else (1, rows)
-        shape = (sets, list_rows, kv_heads, limits.capacity_units)
+        self.query_heads = query_heads
+        self.keep = sets > 0
+        rows, lists = limits.rows_a_pass, limits.lists
+        self.scores = torch.empty((rows, lists, limits.max_units), device=device)
+        shape = (max(sets, 1), request_slots if self.keep else rows, lists, limits.capacity_units)
         self.indices = torch.zeros(shape, dtype=torch.int32, device=device)
         self.counts = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
         self.attention = make_workspace(rows, query_heads, kv_heads, head_dim, device)
         self.topk = make_topk_workspace(
-            rows, kv_heads, limits.max_units, limits.capacity_units, device
+            rows, lists, limits.max_units, limits.capacity_units, device
+        )
+        self.exact = (
+            make_exact_workspace(rows, query_heads, kv_heads, limits.max_units, device)
+            if exact
+            else None
         )
         self._own_rows = torch.arange(rows, dtype=torch.int32, device=device)
 
     def lists_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(indices, counts) that ``layer`` (counted among the selecting ones) writes and reads."""
-        index = layer if self.keep else 0
+        index = layer % len(self.indices)
         return self.indices[index], self.counts[index]
 
     def list_plan(self, plan: DecodePlan) -> DecodePlan:
@@ -103,7 +135,8 @@ class SelectionBuffers:
     def nbytes(self) -> int:
         """Device bytes of all buffers."""
         tensors = (self.scores, self.indices, self.counts, self.attention)
-        return sum(t.nbytes for t in (*tensors, self.topk.block_max, self.topk.blocks))
+        scratch = 0 if self.exact is None else self.exact.nbytes
+        return scratch + sum(t.nbytes for t in (*tensors, self.topk.block_max, self.topk.blocks))
 
 
 def passes(plan: DecodePlan, rows_a_pass: int) -> list[tuple[slice, DecodePlan]]:

@@ -5,15 +5,21 @@ Imports pydantic alone, never sglang or torch.
 """
 
 from sglang_sparse.config.axes import (
+    Anchors,
+    Calibration,
     DensePrefill,
     EveryLayer,
+    Exact,
     FirstDense,
     FractionBudget,
     KeySketch,
     PageMinMax,
     RetainAll,
     RetrievalHeads,
+    Reuse,
+    Role,
     StepCadence,
+    TilePrefill,
     TokenBudget,
 )
 from sglang_sparse.config.errors import ConfigError
@@ -30,9 +36,12 @@ from sglang_sparse.config.presets import PresetRef, configs_dir, list_presets
 from sglang_sparse.config.schema import json_schema, schema_text
 
 __all__ = [
+    "Anchors",
+    "Calibration",
     "ConfigError",
     "DensePrefill",
     "EveryLayer",
+    "Exact",
     "FirstDense",
     "FractionBudget",
     "Geometry",
@@ -42,8 +51,11 @@ __all__ = [
     "Resolved",
     "RetainAll",
     "RetrievalHeads",
+    "Reuse",
+    "Role",
     "SparseConfig",
     "StepCadence",
+    "TilePrefill",
     "TokenBudget",
     "available_methods",
     "configs_dir",

@@ -7,6 +7,8 @@ needs from a choice is a plain attribute here, so that a new choice adds no bran
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,14 +27,29 @@ class Choice(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+@dataclass(frozen=True)
+class Role:
+    """What one layer does with selections.
+
+    Attributes:
+        selects: it scores the context and writes a list.
+        source: the layer whose list it attends to; None if it attends to everything.
+        heads: for each of its KV heads, the head of `source` whose list it takes; None for its own.
+    """
+
+    selects: bool
+    source: int | None
+    heads: tuple[int, ...] | None = None
+
+
 class EveryLayer(Choice):
     """Every layer selects for itself."""
 
     kind: Literal["every"] = "every"
 
-    def is_sparse(self, layer_id: int) -> bool:
-        """Tell whether layer `layer_id` (global, from 0) selects."""
-        return True
+    def role(self, layer_id: int) -> Role:
+        """Return what layer `layer_id` (global, from 0) does."""
+        return Role(selects=True, source=layer_id)
 
 
 class FirstDense(Choice):
@@ -41,9 +58,81 @@ class FirstDense(Choice):
     kind: Literal["first_dense"] = "first_dense"
     n: int = Field(ge=1, description="How many layers, counted from the input, stay dense.")
 
-    def is_sparse(self, layer_id: int) -> bool:
-        """Tell whether layer `layer_id` (global, from 0) selects."""
-        return layer_id >= self.n
+    def role(self, layer_id: int) -> Role:
+        """Return what layer `layer_id` (global, from 0) does."""
+        if layer_id < self.n:
+            return Role(selects=False, source=None)
+        return Role(selects=True, source=layer_id)
+
+
+class Reuse(Choice):
+    """One reuse layer: whose list each of its KV heads attends to (Kascade, section 3.5)."""
+
+    layer: int = Field(ge=1, le=MAX_COUNT)
+    heads: Annotated[tuple[int, ...], Field(strict=False)] = Field(
+        description="For each KV head, the head of the last anchor before this layer."
+    )
+
+
+class Calibration(Choice):
+    """Where anchors and head maps come from."""
+
+    prompts: int = Field(ge=1, description="Prompts that similarity was measured on.")
+    prompts_sha256: str = Field(
+        pattern="^[0-9a-f]{64}$", description="Hash of the prompts, as the calibration read them."
+    )
+    seed: int
+    top_k: int = Field(ge=1, description="Keys a query that similarity compares.")
+    tp: int = Field(default=1, ge=1, description="Ranks that head maps may not cross.")
+    importance: Literal["cosine", "effect"] = Field(
+        default="cosine", description="How a layer's weight in the choice of anchors was measured."
+    )
+
+
+class Anchors(Choice):
+    """A few layers select, the layers after each attend to its selection (Kascade, section 3).
+
+    The first layer attends to everything and selects; the other anchors attend to what they select.
+    """
+
+    kind: Literal["anchors"] = "anchors"
+    anchors: Annotated[tuple[int, ...], Field(strict=False)] = Field(
+        description="Layers that select, ascending; the first is 0."
+    )
+    reuse: Annotated[
+        Literal["identity"] | Annotated[tuple[Reuse, ...], Field(strict=False)],
+        Field(description="A head map for every other layer; identity: head i takes head i's."),
+    ] = "identity"
+    calibration: Literal["uncalibrated"] | Calibration = Field(
+        default="uncalibrated", description="What anchors and head maps were measured on."
+    )
+
+    @model_validator(mode="after")
+    def _check_anchors(self) -> Self:
+        ascending = all(a < b for a, b in pairwise(self.anchors))
+        if self.anchors[:1] != (0,) or not ascending:
+            raise InvalidConfig(
+                f"layers.anchors {list(self.anchors)} is not an ascending list from 0",
+                allowed="0, then layers in ascending order",
+                remedy="correct layers.anchors",
+            )
+        return self
+
+    def role(self, layer_id: int) -> Role:
+        """Return what layer `layer_id` (global, from 0) does."""
+        if layer_id == 0:
+            return Role(selects=True, source=None)
+        if layer_id in self.anchors:
+            return Role(selects=True, source=layer_id)
+        return Role(
+            selects=False,
+            source=max(anchor for anchor in self.anchors if anchor < layer_id),
+            heads=None if self.reuse == "identity" else self._heads(layer_id),
+        )
+
+    def _heads(self, layer_id: int) -> tuple[int, ...] | None:
+        assert self.reuse != "identity"
+        return next((reuse.heads for reuse in self.reuse if reuse.layer == layer_id), None)
 
 
 class PageMinMax(Choice):
@@ -61,6 +150,14 @@ class PageMinMax(Choice):
     def unit(self) -> int:
         """Tokens that are selected together."""
         return self.logical_page
+
+    def lists(self, kv_heads: int) -> int:
+        """Return how many lists a layer of `kv_heads` KV heads has."""
+        return kv_heads
+
+    def scratch(self, group: int) -> int:
+        """Return the fp32 scratch a unit and KV head, for `group` query heads a KV head."""
+        return 0
 
 
 class KeySketch(Choice):
@@ -85,6 +182,37 @@ class KeySketch(Choice):
     def unit(self) -> int:
         """Tokens that are selected together."""
         return 1
+
+    def lists(self, kv_heads: int) -> int:
+        """Return how many lists a layer of `kv_heads` KV heads has."""
+        return kv_heads
+
+    def scratch(self, group: int) -> int:
+        """Return the fp32 scratch a unit and KV head, for `group` query heads a KV head."""
+        return 0
+
+
+class Exact(Choice):
+    """Attention probability itself, added up after the softmax (Kascade, section 3.4)."""
+
+    kind: Literal["exact"] = "exact"
+    pool: Literal["group", "heads"] = Field(
+        default="group",
+        description="Query heads that share a list: those of one KV head, or all of a layer.",
+    )
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return 1
+
+    def lists(self, kv_heads: int) -> int:
+        """Return how many lists a layer of `kv_heads` KV heads has."""
+        return 1 if self.pool == "heads" else kv_heads
+
+    def scratch(self, group: int) -> int:
+        """Return the fp32 scratch a unit and KV head, for `group` query heads a KV head."""
+        return group
 
 
 def _check_at_least(key: str, value: float | None, base_key: str, base: float) -> None:
@@ -200,9 +328,26 @@ class DensePrefill(Choice):
     kind: Literal["dense"] = "dense"
 
 
-Layers = Annotated[EveryLayer | FirstDense, Field(discriminator="kind")]
-Score = Annotated[PageMinMax | KeySketch, Field(discriminator="kind")]
+class TilePrefill(Choice):
+    """Tiles of prompt tokens attend to their best tokens and to themselves (Kascade, 3.4)."""
+
+    kind: Literal["tile_topk"] = "tile_topk"
+    fraction: float = Field(
+        ge=1 / MILLION, le=1.0, description="Share of the tokens before a tile, to one millionth."
+    )
+    floor: int = Field(default=128, ge=1, le=MAX_COUNT, description="Fewest tokens a tile selects.")
+    min_tokens: int = Field(
+        default=4096, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
+    )
+    tile: Literal[128] = Field(
+        default=128, description="Queries a tile, those of the heads of a group counted in."
+    )
+
+
+Layers = Annotated[EveryLayer | FirstDense | Anchors, Field(discriminator="kind")]
+Score = Annotated[PageMinMax | KeySketch | Exact, Field(discriminator="kind")]
 Budget = Annotated[TokenBudget | FractionBudget, Field(discriminator="kind")]
+Prefill = Annotated[DensePrefill | TilePrefill, Field(discriminator="kind")]
 
 
 def budget_tokens(budget: TokenBudget | FractionBudget, context_len: int) -> int:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 _MAX_VALUE_CHARS = 120
+_UNION_MEMBER = re.compile(r"(literal|tuple)\[|[A-Z]")
 
 
 class ConfigError(ValueError):
@@ -77,7 +79,7 @@ def from_validation_error(
     return ConfigError(
         flag=flag,
         value=value,
-        problem=", ".join(problem for problem, _ in told),
+        problem=", ".join(dict.fromkeys(problem for problem, _ in told)),
         allowed=", ".join(dict.fromkeys(allowed for _, allowed in told)),
         remedy=remedy,
     )
@@ -95,7 +97,8 @@ def _one_line(text: str) -> str:
 
 def _describe(detail: ErrorDetails, key_sets: dict[tuple[str, ...], list[str]]) -> tuple[str, str]:
     """Return what is wrong with one key, and what it may be."""
-    loc = tuple(str(part) for part in detail["loc"])
+    # pydantic puts a member of a union in the path, by its type: reuse.tuple[Reuse, ...].0.layer.
+    loc = tuple(str(part) for part in detail["loc"] if not _UNION_MEMBER.match(str(part)))
     # pydantic puts a choice's kind in the path: ("budget", "fraction", "floor") is budget.floor.
     is_choice = len(loc) > 2 and loc[:2] in key_sets
     key = ".".join((loc[0], *loc[2:]) if is_choice else loc) or "the config"

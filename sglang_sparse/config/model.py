@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from sglang_sparse.config.axes import (
     MAX_COUNT,
+    Anchors,
     Budget,
     Choice,
     DensePrefill,
@@ -19,10 +20,12 @@ from sglang_sparse.config.axes import (
     KeySketch,
     Layers,
     PageSize,
+    Prefill,
     RetainAll,
     RetrievalHeads,
     Score,
     StepCadence,
+    TilePrefill,
     budget_tokens,
 )
 from sglang_sparse.config.errors import InvalidConfig
@@ -93,7 +96,7 @@ class SparseConfig(Choice):
     heads: RetrievalHeads = RetrievalHeads()
     cadence: StepCadence = StepCadence()
     retention: RetainAll = RetainAll()
-    prefill: DensePrefill = DensePrefill()
+    prefill: Prefill = DensePrefill()
 
     sink_tokens: int = Field(
         default=16, ge=0, le=MAX_COUNT, description="First tokens, always attended to."
@@ -136,9 +139,9 @@ class SparseConfig(Choice):
         tokens = min(budget_tokens(self.budget.largest, context_len), context_len)
         return -(-tokens // self.unit)
 
-    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+    def selecting_layers(self, num_layers: int) -> tuple[int, ...]:
         """Return the ids of the layers, of `num_layers`, that select."""
-        return tuple(i for i in range(num_layers) if self.layers.is_sparse(i))
+        return tuple(i for i in range(num_layers) if self.layers.role(i).selects)
 
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
@@ -148,6 +151,15 @@ class SparseConfig(Choice):
         return self
 
     def _check_budget_holds_forced_tokens(self) -> None:
+        if isinstance(self.prefill, TilePrefill):
+            least = self.sink_tokens + self.recent_tokens + 1
+            if self.prefill.floor < least:
+                raise InvalidConfig(
+                    f"prefill.floor {self.prefill.floor} cannot hold sink_tokens "
+                    f"{self.sink_tokens}, recent_tokens {self.recent_tokens} and one token more",
+                    allowed=f"prefill.floor of at least {least}",
+                    remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
+                )
         least = self.least_tokens
         if self.budget.floor >= least:
             return
@@ -179,6 +191,36 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
             allowed=f"layers.n 1 to {geometry.num_hidden_layers - 1}",
             remedy="lower layers.n, or serve with a dense attention backend",
         )
+    if isinstance(config.layers, Anchors):
+        _check_anchors_fit(config.layers, geometry)
+
+
+def _check_anchors_fit(layers: Anchors, geometry: Geometry) -> None:
+    recalibrate = "run `sglang-sparse calibrate kascade --model PATH` for this model"
+    count, heads = geometry.num_hidden_layers, geometry.num_key_value_heads
+    if layers.anchors[-1] >= count:
+        raise InvalidConfig(
+            f"layers.anchors {list(layers.anchors)} are not layers of {geometry.describe()}",
+            allowed=f"layers.anchors from 0 to {count - 1}",
+            remedy=recalibrate,
+        )
+    if layers.reuse == "identity":
+        return
+    mapped = [reuse.layer for reuse in layers.reuse]
+    if mapped != [i for i in range(count) if i not in layers.anchors]:
+        raise InvalidConfig(
+            f"layers.reuse maps the layers {mapped} of {geometry.describe()}",
+            allowed="one map for each layer that is no anchor, in order",
+            remedy=recalibrate,
+        )
+    for reuse in layers.reuse:
+        if len(reuse.heads) != heads or not all(0 <= head < heads for head in reuse.heads):
+            raise InvalidConfig(
+                f"the heads {list(reuse.heads)} of layer {reuse.layer} in layers.reuse do not fit "
+                f"{geometry.describe()}",
+                allowed=f"{heads} numbers from 0 to {heads - 1}",
+                remedy=recalibrate,
+            )
 
 
 def preset_hash(config: SparseConfig) -> str:

@@ -20,6 +20,7 @@ OPERATED = {
     "min_sparse_tokens": 1200,
     "cadence": {"every": 4},
 }
+TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -65,6 +66,26 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--enable-custom-logit-processor",
         ],
         {"SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    # Prompts and decoding sparse; prompts in many chunks.
+    "kascade": (
+        [
+            *SPARSE,
+            "kascade",
+            *("--sparse-config", json.dumps({"min_sparse_tokens": 64, "prefill": TILES})),
+            *("--chunked-prefill-size", "512"),
+            "--disable-cuda-graph",
+        ],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    "kascade-everything": (
+        [
+            *SPARSE,
+            "kascade",
+            *("--sparse-config", json.dumps(EVERYTHING | {"prefill": TILES | {"fraction": 1.0}})),
+            *("--chunked-prefill-size", "4096"),
+        ],
+        {},
     ),
     "dense-chunked": (
         [*("--chunked-prefill-size", "512"), *("--page-size", "64"), "--disable-cuda-graph"],

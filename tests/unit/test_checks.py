@@ -8,7 +8,7 @@ import copy
 
 import pytest
 
-from sglang_sparse.config import ConfigError, load_preset
+from sglang_sparse.config import ConfigError, SparseConfig, StepCadence, load_preset
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,29 @@ def test_kept_selections_are_bounded() -> None:
     from sglang_sparse.backend.selection import MOST_KEPT_BYTES, Limits, kept_bytes
 
     config = load_preset("llama-3.1-8b", "sparcas")
-    limits = Limits.of(config, max_context=131072, kv_heads=8, max_rows=4096)
-    assert kept_bytes(limits, layers=30, request_slots=4097, kv_heads=8) > MOST_KEPT_BYTES
-    assert kept_bytes(limits, layers=30, request_slots=257, kv_heads=8) < MOST_KEPT_BYTES
+    limits = Limits.of(config, max_context=131072, kv_heads=8, query_heads=32, max_rows=4096)
+    assert kept_bytes(limits, sets=30, request_slots=4097) > MOST_KEPT_BYTES
+    assert kept_bytes(limits, sets=30, request_slots=257) < MOST_KEPT_BYTES
+
+
+def test_lists_that_other_layers_read_take_one_set_and_lists_of_other_steps_one_a_layer() -> None:
+    from sglang_sparse.backend.selection import kept_sets
+
+    every, anchors = load_preset("generic", "sparcas"), load_preset("generic", "kascade")
+    slow = StepCadence(every=4)
+    layers = range(32)
+    assert kept_sets(every, layers) == 0
+    assert kept_sets(anchors, layers) == 1
+    assert kept_sets(every.model_copy(update={"cadence": slow}), layers) == 30
+    assert kept_sets(anchors.model_copy(update={"cadence": slow}), layers) == 5
+
+
+def test_exact_scores_count_their_logits_in_a_pass() -> None:
+    from sglang_sparse.backend.selection import Limits
+
+    sizes = {"max_context": 131072, "kv_heads": 8, "query_heads": 32, "max_rows": 256}
+    assert Limits.of(load_preset("generic", "kascade"), **sizes).rows_a_pass == 25
+    assert Limits.of(load_preset("generic", "kascade_sketch"), **sizes).rows_a_pass == 128
 
 
 def test_long_contexts_shrink_the_pass_and_not_the_batch() -> None:
@@ -76,10 +96,39 @@ def test_long_contexts_shrink_the_pass_and_not_the_batch() -> None:
     from sglang_sparse_kernels.plan import DecodePlan
 
     config = load_preset("llama-3.1-8b", "sparcas")
-    limits = Limits.of(config, max_context=1 << 20, kv_heads=8, max_rows=64)
+    limits = Limits.of(config, max_context=1 << 20, kv_heads=8, query_heads=32, max_rows=64)
     assert limits.rows_a_pass == 16
     plan = DecodePlan.allocate(40, 4)
     plan.seq_lens.copy_(torch.arange(40))
     runs = passes(plan, limits.rows_a_pass)
     assert [rows for rows, _ in runs] == [slice(0, 16), slice(16, 32), slice(32, 40)]
     assert torch.cat([run.seq_lens for _, run in runs]).tolist() == list(range(40))
+
+
+def mapped(heads: list[int], **changes: object) -> SparseConfig:
+    """A config whose second layer takes the lists of ``heads``."""
+    content = {
+        "layers": {"kind": "anchors", "anchors": [0], "reuse": [{"layer": 1, "heads": heads}]},
+        "score": {"kind": "exact"},
+        "budget": {"kind": "fraction", "fraction": 0.1, "floor": 128},
+    }
+    return SparseConfig.model_validate(content | changes)
+
+
+@pytest.mark.parametrize(("heads", "most_ranks"), [([1, 0, 3, 2], 2), ([0, 1, 2, 3], 8)])
+def test_a_head_map_may_not_cross_ranks(heads: list[int], most_ranks: int) -> None:
+    from sglang_sparse.checks import check_ranks
+
+    check_ranks(mapped(heads), 2, 4, most_ranks)
+    check_ranks(mapped([3, 2, 1, 0]), 2, 4, 1)
+    with pytest.raises(ConfigError, match="calibrate kascade --model PATH --tp 2"):
+        check_ranks(mapped([3, 2, 1, 0]), 2, 4, 2)
+
+
+def test_one_list_for_all_heads_may_not_be_split_over_ranks() -> None:
+    from sglang_sparse.checks import check_ranks
+
+    config = mapped([0, 1, 2, 3], score={"kind": "exact", "pool": "heads"})
+    check_ranks(config, 2, 4, 1)
+    with pytest.raises(ConfigError, match=r"--tp-size 2: .*score.pool=heads"):
+        check_ranks(config, 2, 4, 2)

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from sglang_sparse.config import (
+    Anchors,
     EveryLayer,
+    Exact,
     FirstDense,
     FractionBudget,
     Geometry,
     KeySketch,
     PageMinMax,
+    Reuse,
+    Role,
     SparseConfig,
     TokenBudget,
     preset_hash,
@@ -51,8 +55,49 @@ def test_values_are_never_converted_from_another_type() -> None:
 
 
 def test_first_dense_layers_are_the_ones_that_do_not_select() -> None:
-    assert config_of().sparse_layers(6) == (2, 3, 4, 5)
-    assert config_of(layers=EveryLayer()).sparse_layers(3) == (0, 1, 2)
+    assert config_of().selecting_layers(6) == (2, 3, 4, 5)
+    assert config_of(layers=EveryLayer()).selecting_layers(3) == (0, 1, 2)
+
+
+def test_the_first_anchor_is_dense_and_every_reuse_layer_follows_the_last_anchor() -> None:
+    layers = Anchors(anchors=(0, 2, 3))
+    assert config_of(layers=layers).selecting_layers(6) == (0, 2, 3)
+    assert layers.role(0) == Role(selects=True, source=None)
+    assert layers.role(1) == Role(selects=False, source=0)
+    assert layers.role(3) == Role(selects=True, source=3)
+    assert layers.role(5) == Role(selects=False, source=3)
+
+
+MAPPED = {
+    "kind": "anchors",
+    "anchors": [0, 2],
+    "reuse": [{"layer": i, "heads": [3, 0, 0, i % 4]} for i in (1, 3, 4, 5)],
+}
+
+
+def test_a_reuse_layer_has_the_head_map_of_its_own_entry() -> None:
+    config = config_of(layers=MAPPED, model=GEOMETRY)
+    assert config.layers.role(3) == Role(selects=False, source=2, heads=(3, 0, 0, 3))
+    assert config.layers.role(2).heads is None
+    assert hash(config) == hash(config_of(layers=MAPPED, model=GEOMETRY))
+
+
+@pytest.mark.parametrize(
+    ("reuse", "words"),
+    [
+        (Reuse(layer=5, heads=(0, 1, 2)), "4 numbers from 0 to 3"),
+        (Reuse(layer=5, heads=(0, 1, 2, 4)), "4 numbers from 0 to 3"),
+        (Reuse(layer=2, heads=(0, 1, 2, 3)), "one map for each layer that is no anchor"),
+    ],
+)
+def test_a_head_map_that_does_not_fit_the_model_is_refused(reuse: Reuse, words: str) -> None:
+    layers = MAPPED | {"reuse": [*MAPPED["reuse"][:3], reuse.model_dump()]}
+    with pytest.raises(ValidationError, match=f"allowed: {words}.*calibrate kascade"):
+        config_of(layers=layers, model=GEOMETRY)
+
+
+def test_pooling_over_all_heads_makes_one_list() -> None:
+    assert (Exact().lists(8), Exact(pool="heads").lists(8), KeySketch().lists(8)) == (8, 1, 8)
 
 
 def test_lists_have_room_for_the_most_that_a_request_may_ask_for() -> None:

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill axis at run time: prompt tokens in tiles that select what they attend to.
+
+Prefill is not captured in graphs, so buffers follow the batch. Layers play the part that they play
+in decoding: those that select do so for each tile, the others take what the last anchor selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_sparse.backend.program import SelectAndAttend
+from sglang_sparse.config import SparseConfig, TilePrefill
+from sglang_sparse_kernels.common import Impl
+from sglang_sparse_kernels.exact import Pool
+from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace, select_topk
+from sglang_sparse_kernels.tiles import (
+    TilePlan,
+    plan_tiles,
+    tile_attention,
+    tile_score,
+    tile_tokens_of,
+)
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool
+
+# Scores of the tiles that are scored together; more tiles take several passes.
+_SCORE_BYTES = 256 << 20
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class TileBatch:
+    """One prefill batch.
+
+    Attributes:
+        plan: its tiles, T of them.
+        indices: int32 [T, lists, capacity], what the last selecting layer chose.
+        counts: int32 [T, lists].
+        scores: fp32 [tiles a pass, lists, width].
+        topk: scratch of as many tiles.
+    """
+
+    plan: TilePlan
+    indices: torch.Tensor
+    counts: torch.Tensor
+    scores: torch.Tensor
+    topk: TopkWorkspace
+
+
+class SparsePrefill:
+    """Plans prefill batches as tiles, and runs the layers that select or reuse."""
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        choice: TilePrefill,
+        pool: SparseMHATokenToKVPool,
+        programs: dict[int, SelectAndAttend],
+        impl: Impl,
+    ) -> None:
+        """``programs`` are those of decoding; of them only buffers and head maps are used."""
+        self.choice, self.impl = choice, impl
+        self.sink, self.recent = config.sink_tokens, config.recent_tokens
+        self.page_size = pool.page_size
+        self.lists = config.score.lists(pool.head_num)
+        self.pool: Pool = "group" if self.lists == pool.head_num else "heads"
+        query_heads = next(iter(programs.values())).buffers.query_heads
+        self.tile_tokens = tile_tokens_of(choice.tile, query_heads // pool.head_num, pool.page_size)
+
+    def plan(
+        self, page_table: torch.Tensor, prefix_lens: Sequence[int], extend_lens: Sequence[int]
+    ) -> TileBatch | None:
+        """The tiles of a batch, or None if none of them selects: then it is dense.
+
+        Args:
+            page_table: int32 [requests, max_pages].
+            prefix_lens, extend_lens: tokens that are cached, and new ones, on the host.
+        """
+        longest = max((p + n for p, n in zip(prefix_lens, extend_lens, strict=True)), default=0)
+        if longest <= self.choice.min_tokens:
+            return None
+        plan = plan_tiles(
+            page_table,
+            prefix_lens,
+            extend_lens,
+            tile_tokens=self.tile_tokens,
+            min_tokens=self.choice.min_tokens,
+            floor=self.choice.floor,
+            fraction=self.choice.fraction,
+        )
+        if plan.max_units == 0:
+            return None
+        tiles, device = plan.rows.num_rows, page_table.device
+        width = -(-plan.max_tail // _ALIGNMENT) * _ALIGNMENT
+        rows = max(1, min(tiles, _SCORE_BYTES // (4 * self.lists * width)))
+        return TileBatch(
+            plan=plan,
+            indices=torch.empty(
+                (tiles, self.lists, plan.max_units), dtype=torch.int32, device=device
+            ),
+            counts=torch.zeros((tiles, self.lists), dtype=torch.int32, device=device),
+            scores=torch.empty((rows, self.lists, width), device=device),
+            topk=make_topk_workspace(rows, self.lists, width, plan.max_units, device),
+        )
+
+    def run(
+        self,
+        batch: TileBatch,
+        program: SelectAndAttend,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+    ) -> torch.Tensor:
+        """Select, if the layer does, and attend, unless it attends to everything.
+
+        Args:
+            batch: from :meth:`plan`.
+            program: the layer's part in decoding.
+            q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
+            scaling: factor on q.k.
+            logit_cap: soft cap on logits, 0 for none.
+
+        Returns:
+            [tokens, q_heads, head_dim]; undefined if the layer is dense.
+        """
+        if program.scorer is not None:
+            self._select(batch, program, q, scaling, logit_cap)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        if not program.dense:
+            tile_attention(
+                q,
+                program.k_buffer,
+                program.v_buffer,
+                batch.plan,
+                batch.indices,
+                batch.counts,
+                page_size=self.page_size,
+                sm_scale=scaling,
+                logit_cap=logit_cap,
+                head_map=program.head_map,
+                out=out,
+                impl=self.impl,
+            )
+        return out
+
+    def _select(
+        self,
+        batch: TileBatch,
+        program: SelectAndAttend,
+        q: torch.Tensor,
+        scaling: float,
+        logit_cap: float,
+    ) -> None:
+        rows, tiles = len(batch.scores), batch.plan.rows.num_rows
+        for start in range(0, tiles, rows):
+            part = batch.plan.part(start, min(start + rows, tiles))
+            topk = batch.topk.rows(part.rows.num_rows)
+            scores = batch.scores[: part.rows.num_rows]
+            tile_score(
+                q,
+                program.k_buffer,
+                part,
+                page_size=self.page_size,
+                sm_scale=scaling,
+                logit_cap=logit_cap,
+                pool=self.pool,
+                out=scores,
+                block_max=topk.block_max,
+                impl=self.impl,
+            )
+            select_topk(
+                scores,
+                part.rows,
+                unit=1,
+                sink=self.sink,
+                recent=self.recent,
+                out_indices=batch.indices,
+                out_counts=batch.counts,
+                workspace=topk,
+                has_block_max=True,
+                impl=self.impl,
+            )

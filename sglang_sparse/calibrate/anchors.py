@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers select, and whose list each head of the others takes (Kascade, 3.3 and 3.5)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def choose_anchors(similarity: Floats, importance: Floats, count: int) -> list[int]:
+    """The anchors that keep most similarity, by dynamic programming (Algorithm 1).
+
+    Args:
+        similarity: [L, L]; entry (a, b), a <= b, is what layer b keeps with the lists of layer a.
+        importance: [L], weight of each layer.
+        count: anchors to choose, layer 0 among them.
+
+    Returns:
+        ``count`` layers, ascending from 0, with the largest sum over all layers of
+        ``importance[b] * similarity[a, b]``, a being the last anchor up to b. Of equal choices the
+        one whose last anchors are lowest.
+
+    Raises:
+        ValueError: ``count`` is not from 1 to L.
+    """
+    layers = len(similarity)
+    if not 1 <= count <= layers:
+        raise ValueError(f"{count} anchors of {layers} layers")
+    weighted = np.triu(similarity * importance)
+    # kept[a, b]: layers a to b - 1 under anchor a.
+    kept = np.concatenate((np.zeros((layers, 1)), weighted.cumsum(1)), axis=1)
+    best = np.full((count + 1, layers + 1), -np.inf)  # best[m, b]: m anchors cover the first b
+    last = np.zeros((count + 1, layers + 1), dtype=int)
+    best[0, 0] = 0.0
+    for m in range(1, count + 1):
+        for b in range(m, layers + 1):
+            totals = best[m - 1, :b] + kept[:b, b]
+            last[m, b] = int(totals.argmax())
+            best[m, b] = totals[last[m, b]]
+    anchors, end = [], layers
+    for m in range(count, 0, -1):
+        end = int(last[m, end])
+        anchors.append(end)
+    return anchors[::-1]
+
+
+def map_heads(similarity: Floats, ranks: int) -> NDArray[np.int64]:
+    """The head of one layer whose list suits each head of another best, many to one.
+
+    Args:
+        similarity: [..., H, H]; entry (i, j) is what head j keeps with the list of head i.
+        ranks: tensor-parallel ranks that no head may look beyond.
+
+    Returns:
+        int64 [..., H], the head i for each j; of equal ones its own number, then the lowest.
+    """
+    heads = similarity.shape[-1]
+    rank = np.arange(heads) // max(1, heads // ranks)
+    allowed = np.where(rank[:, None] == rank, similarity, -np.inf)
+    best = allowed.argmax(-2)
+    own = np.broadcast_to(np.arange(heads), best.shape)
+    is_own = np.diagonal(allowed, axis1=-2, axis2=-1) >= allowed.max(-2)
+    return np.where(is_own, own, best)
+
+
+def mapped_similarity(head_similarity: Floats, ranks: int) -> Floats:
+    """[L, L] similarity under the best head maps: mean over heads of [L, L, H, H]."""
+    taken = map_heads(head_similarity, ranks)
+    kept = np.take_along_axis(head_similarity, taken[..., None, :], axis=-2)
+    return kept.mean((-2, -1))

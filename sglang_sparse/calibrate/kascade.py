@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibrates Kascade: measures a model, chooses anchors and head maps, writes presets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sglang_sparse.calibrate.anchors import choose_anchors, map_heads, mapped_similarity
+from sglang_sparse.calibrate.capture import Capture, Importance
+from sglang_sparse.calibrate.files import replacing
+from sglang_sparse.calibrate.prompts import Prompts, load_prompts
+from sglang_sparse.calibrate.report import write_report
+from sglang_sparse.calibrate.similarity import prompt_similarity
+from sglang_sparse.config import (
+    Anchors,
+    Calibration,
+    ConfigError,
+    Geometry,
+    Reuse,
+    SparseConfig,
+    load_preset,
+    resolve,
+)
+
+STATE = "unfinished.pt"
+BASE = ("generic", "kascade")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for.
+
+    Attributes:
+        model: folder or hub name.
+        prompts: JSON Lines file, or None for generated prompts.
+        anchors: layers that select, layer 0 among them.
+        outputs: presets to write; what they hold beside layers and geometry stays.
+        report: folder of tables and pictures, and of what an interrupted run has so far.
+        count, max_tokens: prompts, and tokens of each.
+        top_k: keys a query that similarity compares.
+        tp: ranks that head maps may not cross.
+        importance: see :meth:`Capture.run`.
+        seed: of the prompts.
+        device: "cpu" or "cuda".
+    """
+
+    model: str
+    prompts: Path | None
+    anchors: int
+    outputs: Sequence[Path]
+    report: Path
+    count: int = 16
+    max_tokens: int = 8192
+    top_k: int = 64
+    tp: int = 1
+    importance: Importance = "cosine"
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass
+class Sums:
+    """Sums over the prompts done so far, fp64."""
+
+    done: int
+    importance: torch.Tensor
+    layers: torch.Tensor
+    heads: torch.Tensor
+
+    @classmethod
+    def zeros(cls, geometry: Geometry) -> Sums:
+        """Nothing done yet."""
+        count, heads = geometry.num_hidden_layers, geometry.num_key_value_heads
+        shapes = ((count,), (count, count), (count, count, heads, heads))
+        return cls(0, *(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+
+
+def calibrate(settings: Settings, console: Console) -> Anchors:
+    """Measure, choose and write; goes on where an interrupted run of the same settings ended.
+
+    Raises:
+        ConfigError: the model, the prompts, an output or a number cannot be used.
+    """
+    bases = [(path, _base(path)) for path in settings.outputs]
+    capture = Capture(settings.model, settings.device)
+    geometry = capture.geometry
+    _check_numbers(settings, geometry)
+    prompts = load_prompts(
+        settings.prompts,
+        capture.tokenizer,
+        count=settings.count,
+        least=2 * settings.top_k,
+        most=settings.max_tokens,
+        seed=settings.seed,
+    )
+    sums = _measure(settings, capture, prompts, console)
+    layers = choose(settings, sums, prompts.sha256)
+    averaged, heads, weight = (
+        (t / sums.done).numpy() for t in (sums.layers, sums.heads, sums.importance)
+    )
+    write_report(
+        settings.report, layers, mapped_similarity(heads, settings.tp), averaged, heads, weight
+    )
+    for path, base in bases:
+        _write_preset(path, base, layers, geometry)
+    (settings.report / STATE).unlink(missing_ok=True)
+    return layers
+
+
+def choose(settings: Settings, sums: Sums, prompts_sha256: str) -> Anchors:
+    """Anchors and head maps from what was measured."""
+    heads = (sums.heads / sums.done).numpy()
+    mapped = mapped_similarity(heads, settings.tp)
+    anchors = choose_anchors(mapped, (sums.importance / sums.done).numpy(), settings.anchors)
+    taken = map_heads(heads, settings.tp)
+    reuse = []
+    for layer in range(len(heads)):
+        source = max(anchor for anchor in anchors if anchor <= layer)
+        if source != layer:
+            reuse.append(Reuse(layer=layer, heads=tuple(map(int, taken[source, layer]))))
+    return Anchors(
+        anchors=tuple(anchors),
+        reuse=tuple(reuse),
+        calibration=Calibration(
+            prompts=sums.done,
+            prompts_sha256=prompts_sha256,
+            seed=settings.seed,
+            top_k=settings.top_k,
+            tp=settings.tp,
+            importance=settings.importance,
+        ),
+    )
+
+
+def _measure(settings: Settings, capture: Capture, prompts: Prompts, console: Console) -> Sums:
+    state = settings.report / STATE
+    fingerprint = _fingerprint(settings, prompts)
+    sums = _resume(state, fingerprint) or Sums.zeros(capture.geometry)
+    if sums.done:
+        console.print(f"resuming after {sums.done} of {len(prompts.ids)} prompts")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        total = sum(map(len, prompts.ids))
+        task = progress.add_task("tokens", total=total)
+        progress.advance(task, sum(map(len, prompts.ids[: sums.done])))
+        for ids in prompts.ids[sums.done :]:
+            layers, importance = capture.run(ids, settings.importance)
+            found = prompt_similarity(
+                layers,
+                settings.top_k,
+                advance=lambda queries: progress.advance(task, queries),
+            )
+            sums.importance += torch.tensor(importance, dtype=torch.float64)
+            sums.layers += found.layers
+            sums.heads += found.heads
+            sums.done += 1
+            with replacing(state) as draft:
+                torch.save({"fingerprint": fingerprint, **asdict(sums)}, draft)
+    return sums
+
+
+def _fingerprint(settings: Settings, prompts: Prompts) -> str:
+    """What must be the same for sums to go on: model files, prompts, and what is measured."""
+    folder = Path(settings.model)
+    files = sorted(folder.glob("*")) if folder.is_dir() else []
+    facts = {
+        "model": settings.model,
+        "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
+        "prompts": hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest(),
+        "top_k": settings.top_k,
+        "importance": settings.importance,
+        "device": settings.device,
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _resume(state: Path, fingerprint: str) -> Sums | None:
+    """What an interrupted run of the same fingerprint left, or None."""
+    if not state.is_file():
+        return None
+    saved: dict[str, Any] = torch.load(state, weights_only=True)
+    if saved.pop("fingerprint") != fingerprint:
+        return None
+    return Sums(**saved)
+
+
+def _base(path: Path) -> SparseConfig:
+    """The preset that ``path`` holds, or the one that every model starts from."""
+    if not path.exists():
+        if path.suffix != ".json":
+            raise ConfigError(
+                flag="--output",
+                value=str(path),
+                problem="it is no JSON file",
+                allowed="a path that ends in .json",
+                remedy="name one, such as configs/MODEL/kascade.json",
+            )
+        return load_preset(*BASE)
+    return resolve("custom", str(path))
+
+
+def _check_numbers(settings: Settings, geometry: Geometry) -> None:
+    heads = geometry.num_key_value_heads
+    rules = (
+        ("--anchors", settings.anchors, 1, geometry.num_hidden_layers, True),
+        ("--count", settings.count, 1, 10_000, True),
+        ("--top-k", settings.top_k, 1, settings.max_tokens // 2, True),
+        ("--tp", settings.tp, 1, heads, heads % settings.tp == 0),
+    )
+    for flag, value, least, most, divides in rules:
+        if not (least <= value <= most and divides):
+            raise ConfigError(
+                flag=flag,
+                value=str(value),
+                problem=f"it does not suit {geometry.describe()}",
+                allowed=f"{least} to {most}" + ("" if divides else f", a divisor of {heads}"),
+                remedy="correct it",
+            )
+
+
+def _write_preset(path: Path, base: SparseConfig, layers: Anchors, geometry: Geometry) -> None:
+    name = base.model.name if base.model is not None else path.parent.name or geometry.name
+    named = geometry.model_copy(update={"name": name})
+    content = base.model_dump(mode="json") | {
+        "model": named.model_dump(mode="json"),
+        "layers": layers.model_dump(mode="json"),
+    }
+    SparseConfig.model_validate(content)
+    with replacing(path) as draft:
+        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

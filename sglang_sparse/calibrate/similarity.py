@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much attention one layer keeps with the keys that another chose (Kascade, 3.2 to 3.5).
+
+Nothing here is of size heads x tokens x tokens: queries are taken in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MOST_BLOCK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class LayerQK:
+    """Rotated queries [Hq, N, D] and keys [H, N, D] of one layer, and the factor on q.k."""
+
+    q: Tensor
+    k: Tensor
+    scaling: float
+
+
+def attention(layer: LayerQK, start: int, stop: int) -> Tensor:
+    """fp32 [H, stop - start, N]: causal attention of some queries, mean over each head's group."""
+    heads, length = layer.k.shape[:2]
+    q = layer.q[:, start:stop].unflatten(0, (heads, -1)).float()
+    logits = torch.einsum("hgqd,hnd->hgqn", q, layer.k.float()) * layer.scaling
+    position = torch.arange(length, device=logits.device)
+    hidden = position > torch.arange(start, stop, device=logits.device)[:, None]
+    return logits.masked_fill_(hidden, -torch.inf).softmax(-1).mean(1)
+
+
+def _recovered(p: Tensor, top_k: int, per_layer: int) -> Tensor:
+    """[S, S], least over queries: share of rows t's best mass that the top-k of rows s recovers.
+
+    ``p`` is [S, Q, N]; ``per_layer`` of its rows are of one layer. Only s of earlier layers count.
+    """
+    rows, queries, length = p.shape
+    best = p.topk(min(top_k, length), dim=-1)
+    own = best.values.sum(-1)
+    result = torch.ones((rows, rows), device=p.device)
+    for t in range(per_layer, rows):
+        sources = t // per_layer * per_layer
+        index = best.indices[:sources].transpose(0, 1).reshape(queries, -1)
+        mass = p[t].gather(1, index).view(queries, sources, -1).sum(-1)
+        result[:sources, t] = (mass / own[t][:, None]).amin(0)
+    return result.clamp_(max=1.0)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """What a prompt says.
+
+    Attributes:
+        layers: [L, L] of the attention averaged over heads (equation 3); 1 where a >= b.
+        heads: [L, L, H, H]: (a, b, i, j), for head j of layer b with the keys of head i of layer a.
+    """
+
+    layers: Tensor
+    heads: Tensor
+
+
+def prompt_similarity(
+    layers: Sequence[LayerQK],
+    top_k: int,
+    *,
+    block: int | None = None,
+    advance: Callable[[int], None] = lambda queries: None,
+) -> Similarity:
+    """Similarity of every pair of layers and of heads, the least over a prompt's queries.
+
+    Args:
+        layers: all layers' queries and keys of one prompt.
+        top_k: keys that a query selects.
+        block: queries at a time; by default as many as fit in :data:`MOST_BLOCK_BYTES`.
+        advance: told how many queries are done with.
+    """
+    heads, length = layers[0].k.shape[:2]
+    count = len(layers)
+    if block is None:
+        block = max(1, MOST_BLOCK_BYTES // (4 * length * heads * count))
+    device = layers[0].k.device
+    by_layer = torch.ones((count, count), device=device)
+    by_head = torch.ones((count * heads, count * heads), device=device)
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        # Keys past the block are hidden from all of its queries.
+        seen = [LayerQK(layer.q, layer.k[:, :stop], layer.scaling) for layer in layers]
+        p = torch.stack([attention(layer, start, stop) for layer in seen])
+        by_layer = torch.minimum(by_layer, _recovered(p.mean(1), top_k, 1))
+        by_head = torch.minimum(by_head, _recovered(p.flatten(0, 1), top_k, heads))
+        advance(stop - start)
+    grid = by_head.view(count, heads, count, heads).transpose(1, 2)
+    return Similarity(by_layer.cpu(), grid.contiguous().cpu())

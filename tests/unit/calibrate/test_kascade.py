@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang-sparse calibrate kascade`, whole: on the reference model, interrupted, and misused."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from sglang_sparse.calibrate import kascade
+from sglang_sparse.calibrate.capture import Capture
+from sglang_sparse.cli import app
+from sglang_sparse.config import ConfigError, configs_dir, load_preset, resolve
+from sglang_sparse.tasks import FileEncoder, TaskSuite
+
+MODEL = configs_dir() / "reference" / "model"
+RUN = CliRunner()
+
+
+def settings(folder: Path, **changes: object) -> kascade.Settings:
+    """Three short prompts of the reference model, unless ``changes`` say otherwise."""
+    folder.mkdir(exist_ok=True)
+    facts = [f"The magic number of box {i} is {i * 7919}. " * 20 for i in range(3)]
+    prompts = write_prompts(folder / "three.jsonl", [json.dumps({"prompt": f}) for f in facts])
+    values: dict = {
+        "model": str(MODEL), "prompts": prompts, "anchors": 3, "outputs": [folder / "kascade.json"],
+        "report": folder / "report", "count": 3, "max_tokens": 150, "top_k": 16, "seed": 4,
+    }  # fmt: skip
+    return kascade.Settings(**values | changes)
+
+
+def write_prompts(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_calibration_writes_a_preset_that_serves_and_a_report(tmp_path: Path) -> None:
+    arguments = [
+        "--model",
+        str(MODEL),
+        "--output",
+        str(tmp_path / "kascade.json"),
+        "--anchors",
+        "3",
+    ]
+    arguments += ["--report", str(tmp_path / "report"), "--count", "2", "--max-tokens", "400"]
+    result = RUN.invoke(app, ["calibrate", "kascade", *arguments, "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    config = resolve(
+        "custom", str(tmp_path / "kascade.json"), load_preset("reference", "kascade").model
+    )
+    assert len(config.layers.anchors) == 3
+    assert f"anchors {list(config.layers.anchors)}" in result.stdout
+    assert [reuse.layer for reuse in config.layers.reuse] == [
+        i for i in range(6) if i not in config.layers.anchors
+    ]
+    assert (config.layers.calibration.prompts, config.layers.calibration.top_k) == (2, 64)
+    rows = list(csv.reader((tmp_path / "report" / "similarity.csv").open()))
+    assert len(rows) == 7
+    assert float(rows[1][1]) == 1.0
+    layers = list(csv.DictReader((tmp_path / "report" / "layers.csv").open()))
+    assert {int(row["anchor"]) for row in layers} == set(config.layers.anchors)
+    for picture in ("similarity.png", "importance.png"):
+        assert (tmp_path / "report" / picture).read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "report" / kascade.STATE).exists()
+
+
+def test_an_existing_preset_keeps_all_but_its_layers(tmp_path: Path) -> None:
+    mine = load_preset("reference", "kascade").model_dump(mode="json")
+    mine["budget"] = {"kind": "tokens", "tokens": 333}
+    path = tmp_path / "kascade.json"
+    path.write_text(json.dumps(mine))
+    kascade.calibrate(settings(tmp_path), Console(quiet=True))
+    after = json.loads(path.read_text())
+    assert after["layers"]["anchors"] != mine["layers"]["anchors"]
+    assert {k: v for k, v in after.items() if k != "layers"} == {
+        k: v for k, v in mine.items() if k != "layers"
+    }
+
+
+def test_an_interrupted_run_goes_on_and_ends_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = kascade.calibrate(settings(tmp_path / "whole"), Console(quiet=True))
+    runs, run = [], Capture.run
+
+    def counted(self: Capture, ids: list[int], importance: str) -> object:
+        runs.append(len(ids))
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return run(self, ids, importance)
+
+    monkeypatch.setattr(Capture, "run", counted)
+    again = settings(tmp_path / "again")
+    with pytest.raises(KeyboardInterrupt):
+        kascade.calibrate(again, Console(quiet=True))
+    assert not again.outputs[0].exists()
+    assert kascade.calibrate(again, Console(quiet=True)) == whole
+    assert len(runs) == 4  # two, the one that was interrupted, and that one again
+    report = {p.name: p.read_bytes() for p in (tmp_path / "whole" / "report").glob("*.csv")}
+    assert report == {p.name: p.read_bytes() for p in again.report.glob("*.csv")}
+
+
+def test_the_effect_of_a_layer_is_what_predictions_lose_without_it() -> None:
+    capture = Capture(str(MODEL), "cpu")
+    sample = TaskSuite(FileEncoder(MODEL), "heldout").sample("multi_key", 512, seed=3)
+    ids = [*sample.prompt_ids, *sample.answer_ids]
+    layers, effect = capture.run(ids, "effect")
+    again, cosine = capture.run(ids, "cosine")
+    assert all(torch.equal(a.q, b.q) for a, b in zip(layers, again, strict=True))
+    # The card's ablation: layers 1 to 4 retrieve, 0 and 5 do not.
+    assert min(effect[1:5]) > 3 * max(effect[0], effect[5])
+    assert max(cosine) == cosine[0]
+    short, none = capture.run(ids[:60], "effect")
+    assert len(short) == 6
+    assert none == [0.0] * 6  # the window holds all of it
+
+
+def test_sums_of_other_prompts_are_not_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = settings(tmp_path)
+    state = asked.report / kascade.STATE
+    asked.report.mkdir()
+    stale = kascade.Sums.zeros(load_preset("reference", "kascade").model)
+    torch.save({"fingerprint": "another", **vars(stale)}, state)
+    kascade.calibrate(asked, Console(quiet=True))
+    layers = resolve("custom", str(asked.outputs[0])).layers
+    assert layers.calibration.prompts == 3
+
+
+def test_prompts_come_from_a_file_and_its_hash_is_recorded(tmp_path: Path) -> None:
+    text = "The magic number is 17. " * 60
+    chat = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "17"}]}
+    lines = [json.dumps({"prompt": text}), json.dumps(chat), json.dumps({"prompt": text + "!"})]
+    path = write_prompts(tmp_path / "prompts.jsonl", lines)
+    kascade.calibrate(settings(tmp_path, prompts=path, count=2), Console(quiet=True))
+    found = resolve("custom", str(tmp_path / "kascade.json")).layers.calibration
+    assert found.prompts == 2
+    assert found.prompts_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['{"prompt": "' + "a b " * 99 + '"}', ""], ["line 2 is empty"]),
+        (['{"prompt": " "}'], ["line 1 has an empty prompt"]),
+        (['{"prompt": "short"}'], ["line 1 has", "tokens, which is too short (least 32)"]),
+        (["{"], ["line 1 is not JSON"]),
+        (['"text"', '{"text": 1}'], ["line 1 has neither", "line 2 has neither"]),
+        (['{"messages": [1]}'], ["line 1 does not fit the chat template"]),
+        (["{"] * 7, ["line 5 is not JSON", "and 2 more"]),
+    ],
+)
+def test_bad_prompts_are_named_by_line(tmp_path: Path, lines: list[str], words: list[str]) -> None:
+    path = write_prompts(tmp_path / "prompts.jsonl", lines)
+    with pytest.raises(ConfigError) as caught:
+        kascade.calibrate(settings(tmp_path, prompts=path), Console(quiet=True))
+    told = str(caught.value)
+    assert told.startswith("--prompts")
+    assert "\n" not in told
+    for word in words:
+        assert word in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "start"),
+    [
+        ({"anchors": 7}, "--anchors 7"),
+        ({"tp": 3}, "--tp 3"),
+        ({"top_k": 76}, "--top-k 76"),
+        ({"model": "/nowhere"}, "--model /nowhere"),
+        ({"outputs": [Path("kascade.txt")]}, "--output kascade.txt"),
+        ({"prompts": Path("/nowhere.jsonl")}, "--prompts /nowhere.jsonl"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_told_in_one_line(
+    tmp_path: Path, changes: dict, start: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kascade.calibrate(settings(tmp_path, **changes), Console(quiet=True))
+    assert str(caught.value).startswith(start)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_was_being_written_leaves_the_old_one(tmp_path: Path) -> None:
+    from sglang_sparse.calibrate.files import replacing
+
+    path = tmp_path / "kascade.json"
+    path.write_text("old")
+
+    def interrupted() -> None:
+        with replacing(path) as draft:
+            draft.write_text("half of the n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_shipped_presets_say_whether_they_are_calibrated() -> None:
+    exact, sketch = load_preset("reference", "kascade"), load_preset("reference", "kascade_sketch")
+    assert exact.layers == sketch.layers
+    assert exact.layers.calibration.prompts > 0
+    published = {"llama-3.1-8b": (0, 2, 8, 13, 14), "qwen3-8b": (0, 2, 7, 14, 23)}
+    for model, anchors in published.items():
+        for name in ("kascade", "kascade_sketch"):
+            layers = load_preset(model, name).layers
+            assert layers.anchors == anchors
+            assert (layers.reuse, layers.calibration) == ("identity", "uncalibrated")

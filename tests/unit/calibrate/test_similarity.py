@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Similarity in blocks beside a direct computation over whole attention matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sglang_sparse.calibrate.similarity import LayerQK, prompt_similarity
+
+LAYERS, HEADS, GROUP, TOKENS, DIM = 4, 2, 3, 61, 16
+
+
+def random_layers(seed: int) -> list[LayerQK]:
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        LayerQK(
+            3 * torch.randn(HEADS * GROUP, TOKENS, DIM, generator=rng),
+            torch.randn(HEADS, TOKENS, DIM, generator=rng),
+            DIM**-0.5,
+        )
+        for _ in range(LAYERS)
+    ]
+
+
+def whole_attention(layer: LayerQK) -> torch.Tensor:
+    """[H, N, N] in float64."""
+    keys = layer.k.double().repeat_interleave(GROUP, 0)
+    logits = layer.q.double() @ keys.transpose(1, 2) * layer.scaling
+    hidden = torch.ones(TOKENS, TOKENS).triu(1).bool()
+    p = logits.masked_fill(hidden, -torch.inf).softmax(-1)
+    return p.view(HEADS, GROUP, TOKENS, TOKENS).mean(1)
+
+
+def direct(source: torch.Tensor, target: torch.Tensor, top_k: int) -> float:
+    """The least share over queries, one query at a time; both are [N, N]."""
+    least = 1.0
+    for query in range(TOKENS):
+        p, q = source[query, : query + 1], target[query, : query + 1]
+        chosen = p.argsort(descending=True)[:top_k]
+        best = q.sort(descending=True).values[:top_k].sum()
+        least = min(least, float(q[chosen].sum() / best))
+    return least
+
+
+@pytest.mark.parametrize(("block", "top_k"), [(None, 8), (7, 8), (1, 5), (61, 16)])
+def test_blocks_give_what_whole_matrices_give(block: int | None, top_k: int) -> None:
+    layers = random_layers(top_k)
+    seen: list[int] = []
+    found = prompt_similarity(layers, top_k, block=block, advance=seen.append)
+    assert sum(seen) == TOKENS
+    p = [whole_attention(layer) for layer in layers]
+    for a in range(LAYERS):
+        for b in range(LAYERS):
+            want = direct(p[a].mean(0), p[b].mean(0), top_k) if a < b else 1.0
+            assert float(found.layers[a, b]) == pytest.approx(want, abs=1e-5)
+            for i in range(HEADS):
+                for j in range(HEADS):
+                    want = direct(p[a][i], p[b][j], top_k) if a < b else 1.0
+                    assert float(found.heads[a, b, i, j]) == pytest.approx(want, abs=1e-5)
+
+
+def test_layers_that_look_alike_are_similar_and_their_heads_are_found() -> None:
+    first, other = random_layers(3)[:2]
+    swapped = LayerQK(
+        first.q.view(HEADS, GROUP, TOKENS, DIM).flip(0).flatten(0, 1),
+        first.k.flip(0),
+        first.scaling,
+    )
+    found = prompt_similarity([first, swapped, other], 8)
+    assert found.heads[0, 1].argmax(0).tolist() == [1, 0]
+    assert float(found.heads[0, 1, 1, 0]) == pytest.approx(1.0)
+    assert found.heads[0, 2].max() < 0.9
+
+
+def test_memory_follows_the_block_and_not_the_square_of_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_sparse.calibrate import similarity
+
+    largest = 0
+    attention = similarity.attention
+
+    def measured(*args: object) -> torch.Tensor:
+        nonlocal largest
+        result = attention(*args)
+        largest = max(largest, result.numel() * 4 * LAYERS)
+        return result
+
+    monkeypatch.setattr(similarity, "attention", measured)
+    monkeypatch.setattr(similarity, "MOST_BLOCK_BYTES", 16_000)
+    prompt_similarity(random_layers(1), 8)
+    assert largest <= 16_000
