@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_sparse.reference.model import ReferenceModel, rope_tables
+from sglang_sparse.reference.model import Attend, ReferenceModel, rope_tables
 from sglang_sparse.reference.policies import (
     WINDOW,
     Cache,
     Policy,
     attend,
-    attend_mask,
+    layer_mask,
     page_planes,
     window_mask,
 )
@@ -26,13 +26,20 @@ class Decoder:
     """Prompts prefilled once, decoded from there as often as one likes."""
 
     def __init__(
-        self, model: ReferenceModel, prompts: Sequence[Sequence[int]], room: int, rows: int = 16
+        self,
+        model: ReferenceModel,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        rows: int = 16,
+        prefill: Attend | None = None,
     ) -> None:
         """Prefill ``prompts`` (``rows`` at a time) and leave ``room`` for new tokens.
 
-        The last prompt token is prefilled densely too, as a server does; later ones are sparse.
+        The last prompt token is prefilled as the others are, as a server does; what ``prefill``
+        leaves out is dense.
         """
         self.model = model
+        self.attend_prompt = prefill
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -59,7 +66,9 @@ class Decoder:
         for i, prompt in enumerate(prompts):
             ids[i, : len(prompt)] = torch.tensor(prompt)
         kept: list[tuple[Tensor, Tensor]] = []
-        hidden = self.model(ids.to(self.device), self.dtype, self.tables, kept)
+        hidden = self.model(
+            ids.to(self.device), self.dtype, self.tables, kept, attend=self.attend_prompt
+        )
         stop = start + len(prompts)
         for layer, (k, v) in enumerate(kept):
             self.k[layer, start:stop, :, :longest] = k.transpose(1, 2)
@@ -99,6 +108,7 @@ class Decoder:
         rows = torch.arange(len(tokens), device=self.device)
         now = lengths + 1
         window = window_mask(self.k.shape[3], now, WINDOW.sink, WINDOW.recent)
+        chosen: Tensor | None = None
         for index in range(c.layers):
             layer = model.layer(index)
             q, k, v = layer.project(x, cos, sin)
@@ -106,8 +116,7 @@ class Decoder:
             cache = Cache(
                 self.k[index], self.v[index], self.k8[index], (self.low[index], self.high[index])
             )
-            own = Policy() if index < policy.dense_layers else policy
-            mask = attend_mask(own, q, cache, now)
+            mask, chosen = layer_mask(policy, index, q, cache, now, chosen)
             if cut is not None:
                 mask = mask & (window[:, None] | ~cut[index][None, :, None])
             x = layer.finish(x, attend(q, cache, mask))

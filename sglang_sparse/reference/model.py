@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# (layer, q [B, heads, T, D], k and v [B, kv_heads, T, D]) to [B, heads, T, D], causal.
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -222,10 +226,12 @@ class ReferenceModel(nn.Module):
         tables: tuple[Tensor, Tensor] | None = None,
         keep: list[tuple[Tensor, Tensor]] | None = None,
         trace: list[tuple[Tensor, Tensor]] | None = None,
+        attend: Attend | None = None,
     ) -> Tensor:
         """Final hidden states ``[B, T, hidden]`` before the norm, of ``ids [B, T]``.
 
         ``keep`` collects each layer's rotated K and V, ``[B, T, kv_heads, D]``, ``trace`` Q and K.
+        ``attend`` takes the place of dense causal attention.
         """
         c = self.config
         batch, length = ids.shape
@@ -244,6 +250,9 @@ class ReferenceModel(nn.Module):
                     (q.view(batch, length, *q.shape[1:]), k.view(batch, length, *k.shape[1:]))
                 )
             q, k, v = (t.view(batch, length, -1, c.head_dim).transpose(1, 2) for t in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            if attend is None:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            else:
+                out = attend(index, q, k, v)
             x = layer.finish(x, out.transpose(1, 2).reshape(batch * length, -1))
         return x.view(batch, length, -1)

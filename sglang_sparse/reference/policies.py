@@ -31,6 +31,10 @@ class Policy:
         channels: Channels that SparCas scores with, for each KV head.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
         dense_layers: First layers that stay dense.
+        anchors: Layers that select for themselves and those after them; all do if empty. The first
+            one attends to everything all the same.
+        head_maps: For each layer, the anchor's head whose tokens each KV head takes; its own where
+            there is no map.
     """
 
     kind: Kind = "dense"
@@ -41,6 +45,8 @@ class Policy:
     page: int = 16
     reduce: Reduce = "max"
     dense_layers: int = 0
+    anchors: tuple[int, ...] = ()
+    head_maps: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -165,6 +171,26 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
         k8 = k.to(torch.float8_e4m3fn).to(k.dtype) if cache.k8 is None else cache.k8
         scores = sparcas_scores(q, k8, policy.channels, policy.reduce)
     return keep_best(scores, always, valid, policy.budget)
+
+
+def layer_mask(
+    policy: Policy, layer: int, q: Tensor, cache: Cache, lengths: Tensor, chosen: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(what ``layer`` attends to, what the layers after it may take), both ``[B, G, L]`` bool.
+
+    Args:
+        chosen: What the last anchor chose.
+    """
+    if policy.kind == "dense" or layer < policy.dense_layers:
+        return attend_mask(Policy(), q, cache, lengths), chosen
+    if policy.anchors and layer not in policy.anchors:
+        assert chosen is not None
+        taken = policy.head_maps[layer] if policy.head_maps else ()
+        return (chosen[:, list(taken)] if taken else chosen), chosen
+    chosen = attend_mask(policy, q, cache, lengths)
+    if policy.anchors and layer == 0:
+        return attend_mask(Policy(), q, cache, lengths), chosen
+    return chosen, chosen
 
 
 def _page_mask(policy: Policy, scores: Tensor, always: Tensor, valid: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from sglang_sparse.reference.decode import Decoder
 from sglang_sparse.reference.export import load
-from sglang_sparse.reference.model import ReferenceModel
+from sglang_sparse.reference.model import Attend, ReferenceModel
 from sglang_sparse.reference.policies import WINDOW, Kind, Policy, Reduce
 from sglang_sparse.tasks import (
     NEEDLE_TASKS,
@@ -56,9 +56,9 @@ class Study:
         self.result: dict[str, Any] = {"count": count, "seed": seed, "cells": []}
 
     def prepare(
-        self, task: str, length: int, count: int | None = None
+        self, task: str, length: int, count: int | None = None, prefill: Attend | None = None
     ) -> list[tuple[list[Sample], Decoder]]:
-        """Samples of a cell, prefilled in parts that fit in memory."""
+        """Samples of a cell, prefilled in parts that fit in memory; densely without ``prefill``."""
         samples = self.suite.samples(task, length, count or self.count, self.seed)
         rows = max(1, min(256, 2**21 // length))
         parts = []
@@ -66,7 +66,8 @@ class Study:
             part = samples[start : start + rows]
             room = max(len(s.answer_ids) for s in part) + 4
             prompts = [s.prompt_ids for s in part]
-            parts.append((part, Decoder(self.model, prompts, room, max(1, 2**17 // length))))
+            decoder = Decoder(self.model, prompts, room, max(1, 2**17 // length), prefill)
+            parts.append((part, decoder))
         return parts
 
     def exact(
@@ -84,14 +85,16 @@ class Study:
             )
         return right
 
-    def cell(self, task: str, length: int, parts: Any, policy: Policy) -> dict[str, Any]:
-        """Measure and record one cell."""
+    def cell(
+        self, task: str, length: int, parts: Any, policy: Policy, **labels: Any
+    ) -> dict[str, Any]:
+        """Measure and record one cell, with ``labels`` beside what it measures."""
         count = sum(len(samples) for samples, _ in parts)
         right = self.exact(parts, policy)
         low, high = wilson(right, count)
         row = {
             "task": task, "length": length, "policy": asdict(policy), "count": count,
-            "exact": right / count, "low": low, "high": high,
+            "exact": right / count, "low": low, "high": high, **labels,
         }  # fmt: skip
         self.result["cells"].append(row)
         return row

@@ -69,7 +69,7 @@ def reference_output(
     heads = counts[:, None].expand(-1, GROUPS).contiguous()
     gathered_decode_attention_reference(
         q, paged(k), paged(v), plan, indices, heads, unit=unit, page_size=PAGE,
-        sm_scale=DIM**-0.5, logit_cap=0.0, out=out,
+        sm_scale=DIM**-0.5, logit_cap=0.0, head_map=None, out=out,
     )  # fmt: skip
     return out.flatten(1)
 

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures Kascade on the reference model, beside the other methods and dense.
+
+``python -m sglang_sparse.reference.kascade`` decodes with anchors and head maps of
+``configs/reference/kascade.json`` over a dense and over a sparse prefill, and draws what it finds.
+What matters most comes first, and the file is whole after every cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_sparse.config import load_preset
+from sglang_sparse.reference.export import load
+from sglang_sparse.reference.policies import WINDOW, Policy
+from sglang_sparse.reference.study import Study
+from sglang_sparse.reference.tiles import TilePrefill
+from sglang_sparse.tasks import FileEncoder
+
+TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking", "single_key", "passkey")
+FRACTIONS = (0.1, 0.2)
+SWEEP = (0.025, 0.05, 0.4)
+COMPARED = ("kascade", "kascade_sketch", "sparcas", "page_minmax", "oracle")
+LAYERS = 6
+DENSE_FRACTION = 1.0  # of a prefill that is not sparse
+
+
+def sharing() -> dict[str, Any]:
+    """Anchors and head maps of the calibrated preset, as policies take them."""
+    layers = load_preset("reference", "kascade").layers
+    assert layers.kind == "anchors"
+    maps = tuple(layers.role(i).heads or () for i in range(LAYERS))
+    return {"anchors": layers.anchors, "head_maps": maps}
+
+
+def methods(length: int, fraction: float) -> dict[str, Policy]:
+    """Every method at one fraction of the context, and Kascade without its head maps."""
+    budget, shared = max(64, round(length * fraction)), sharing()
+    return {
+        "kascade": Policy("oracle", budget, **shared),
+        "kascade_sketch": Policy("sparcas", budget, **shared),
+        "kascade_unmapped": Policy("oracle", budget, anchors=shared["anchors"]),
+        "sparcas": Policy("sparcas", budget, dense_layers=1),
+        "page_minmax": Policy("page_minmax", budget, dense_layers=1),
+        "oracle": Policy("oracle", budget),
+    }
+
+
+class KascadeStudy:
+    """Cells of one run, each measured once."""
+
+    def __init__(self, study: Study, tasks: Sequence[str]) -> None:
+        self.study, self.tasks = study, tasks
+
+    def decode(self, length: int, fractions: Sequence[float], *, dense: bool) -> None:
+        """Every method over a dense prefill; dense and window too, if asked."""
+        for task in self.tasks:
+            parts = self.study.prepare(task, length)
+            if dense:
+                for name, policy in (("dense", Policy()), ("window", WINDOW)):
+                    self._cell(task, length, parts, name, policy, 0.0, DENSE_FRACTION)
+            for fraction in fractions:
+                for name, policy in methods(length, fraction).items():
+                    self._cell(task, length, parts, name, policy, fraction, DENSE_FRACTION)
+            self.study.say(task=task, length=length, fractions=list(fractions))
+
+    def prefill(self, length: int, fraction: float, count: int) -> None:
+        """Kascade's decoding over Kascade's prefill, with head maps and without."""
+        shared = sharing()
+        for task in self.tasks:
+            for name, maps in (("kascade", shared["head_maps"]), ("kascade_unmapped", ())):
+                tiles = TilePrefill(fraction, anchors=shared["anchors"], head_maps=maps)
+                parts = self.study.prepare(task, length, count, tiles)
+                policy = methods(length, fraction)[name]
+                self._cell(task, length, parts, name, policy, fraction, fraction)
+            self.study.say(task=task, length=length, prefill=fraction)
+
+    def _cell(
+        self,
+        task: str,
+        length: int,
+        parts: Any,
+        name: str,
+        policy: Policy,
+        fraction: float,
+        prefill: float,
+    ) -> None:
+        labels = {"method": name, "fraction": fraction, "prefill_fraction": prefill}
+        self.study.cell(task, length, parts, policy, **labels)
+
+
+def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
+    """Mean accuracy over the share of the context kept at decode, one panel a length."""
+    from matplotlib.figure import Figure
+
+    lengths = sorted({cell["length"] for cell in cells})
+    figure = Figure(figsize=(4.2 * len(lengths), 3.4), dpi=90, layout="constrained")
+    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
+    for axes, length in zip(panels, lengths, strict=True):
+        here = [c for c in cells if c["length"] == length]
+        for name in COMPARED:
+            points = []
+            for fraction in sorted({c["fraction"] for c in here if c["method"] == name}):
+                found = [c["exact"] for c in here
+                         if (c["method"], c["fraction"], c["prefill_fraction"])
+                         == (name, fraction, DENSE_FRACTION)]  # fmt: skip
+                if found:
+                    points.append((100 * fraction, 100 * sum(found) / len(found)))
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", label=name)
+        for name, style in (("dense", "-"), ("window", "--")):
+            found = [c["exact"] for c in here if c["method"] == name]
+            if found:
+                level = 100 * sum(found) / len(found)
+                axes.axhline(level, color="0.5", ls=style, label=name)
+        axes.set(xlabel="% of the context kept", title=f"{length // 1024}K", ylim=(-3, 103))
+        axes.set_xscale("log")
+    panels[0].set_ylabel("exact, %")
+    panels[0].legend(fontsize=7)
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Run the study and draw it."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--model", type=Path, default=Path("configs/reference/model"))
+    parser.add_argument("--out", type=Path, default=Path("build/kascade.json"))
+    parser.add_argument("--count", type=int, default=200, help="samples a cell")
+    parser.add_argument("--prefill-count", type=int, default=50, help="the same, sparse prefill")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS))
+    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")],
+                        default=[4096, 8192])  # fmt: skip
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load(args.model).to(device).eval()
+    study = Study(model, FileEncoder(args.model), args.count, args.seed)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    study.out = args.out
+    kascade = KascadeStudy(study, args.tasks)
+    for length in args.lengths:
+        kascade.decode(length, FRACTIONS, dense=True)
+    for length in args.lengths:
+        for fraction in FRACTIONS:
+            kascade.prefill(length, fraction, args.prefill_count)
+    for length in args.lengths:
+        kascade.decode(length, SWEEP, dense=False)
+    study.say(done=True)
+    draw(json.loads(args.out.read_text())["cells"], args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

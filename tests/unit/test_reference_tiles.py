@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study's sparse prefill and shared selections, beside the kernels' references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from live_server import MODEL
+
+from sglang_sparse.reference.decode import Decoder
+from sglang_sparse.reference.export import load
+from sglang_sparse.reference.kascade import methods, sharing
+from sglang_sparse.reference.policies import Cache, Policy, attend_mask, layer_mask
+from sglang_sparse.reference.tiles import TilePrefill
+from sglang_sparse.tasks import FileEncoder, TaskSuite, is_exact
+from sglang_sparse.tasks.encoding import END
+from sglang_sparse_kernels import plan_tiles, select_topk, tile_attention, tile_score
+
+HEADS, GROUPS, DIM, LENGTH, PAGE = 8, 4, 16, 310, 16
+
+
+def kernels_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, taken: list[int] | None
+) -> torch.Tensor:
+    """[heads, T, D] by the operators, on a pool that holds the prompt in order."""
+
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        pad = -LENGTH % PAGE
+        return torch.nn.functional.pad(x.transpose(0, 1), (0, 0, 0, 0, 0, pad)).contiguous()
+
+    table = torch.arange(-(-LENGTH // PAGE), dtype=torch.int32)[None]
+    plan = plan_tiles(table, [0], [LENGTH], tile_tokens=32, min_tokens=64, floor=40, fraction=0.3)
+    tiles, keys, queries = plan.rows.num_rows, pooled(k), q.transpose(0, 1)
+    scores = torch.zeros(tiles, GROUPS, plan.max_tail)
+    indices = torch.zeros(tiles, GROUPS, plan.max_units, dtype=torch.int32)
+    counts = torch.zeros(tiles, GROUPS, dtype=torch.int32)
+    shared = {"page_size": PAGE, "sm_scale": DIM**-0.5, "impl": "torch"}
+    tile_score(queries, keys, plan, pool="group", out=scores, **shared)
+    select_topk(
+        scores, plan.rows, unit=1, sink=4, recent=8, out_indices=indices, out_counts=counts,
+        impl="torch",
+    )  # fmt: skip
+    out = torch.full_like(queries, torch.nan).contiguous()
+    head_map = None if taken is None else torch.tensor(taken, dtype=torch.int32)
+    tile_attention(
+        queries, keys, pooled(v), plan, indices, counts, head_map=head_map, out=out, **shared
+    )
+    return out.transpose(0, 1)
+
+
+def random_layer(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(n, LENGTH, DIM, generator=rng) for n in (HEADS, GROUPS, GROUPS))
+    return 2 * q, k, v
+
+
+def test_tiles_of_the_study_equal_the_operators() -> None:
+    prefill = TilePrefill(0.3, floor=40, sink=4, recent=8, least=64, tile=32)
+    q, k, v = random_layer(1)
+    got = prefill(0, q[None], k[None], v[None])[0]
+    torch.testing.assert_close(got, kernels_prefill(q, k, v, None), rtol=1e-4, atol=1e-5)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, enable_gqa=True
+    )[0]
+    torch.testing.assert_close(got[:, :64], dense[:, :64])
+    assert (got[:, 64:] - dense[:, 64:]).abs().max() > 0.05
+
+
+def test_the_first_anchor_is_dense_and_a_reuse_layer_takes_mapped_lists() -> None:
+    taken = [2, 0, 3, 3]
+    prefill = TilePrefill(
+        0.3,
+        floor=40,
+        sink=4,
+        recent=8,
+        least=64,
+        tile=32,
+        anchors=(0,),
+        head_maps=((), tuple(taken)),
+    )
+    q, k, v = random_layer(2)
+    first = prefill(0, q[None], k[None], v[None])
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, enable_gqa=True
+    )
+    torch.testing.assert_close(first, dense)
+    # The same queries and keys again: what differs is whose list a head takes.
+    got = prefill(1, q[None], k[None], v[None])[0]
+    torch.testing.assert_close(got, kernels_prefill(q, k, v, taken), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_take_what_the_last_anchor_chose() -> None:
+    q, k, v = random_layer(3)
+    cache, lengths = Cache(k[None], v[None]), torch.tensor([LENGTH])
+    maps = ((), (3, 3, 0, 1), (), ())
+    policy = Policy("oracle", 60, anchors=(0, 2), head_maps=maps)
+    step = q[None, :, -1]
+    own = attend_mask(policy, step, cache, lengths)
+    mask, chosen = layer_mask(policy, 0, step, cache, lengths, None)
+    assert mask.all()
+    assert torch.equal(chosen, own)
+    mask, chosen = layer_mask(policy, 1, step, cache, lengths, chosen)
+    assert torch.equal(mask, own[:, [3, 3, 0, 1]])
+    assert torch.equal(chosen, own)
+    mask, _ = layer_mask(policy, 2, step, cache, lengths, torch.zeros_like(own))
+    assert torch.equal(mask, own)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.2])
+def test_a_draw_of_needles_survives_kascade_at_prefill_and_decode(fraction: float) -> None:
+    model, encoder, length = load(MODEL).eval(), FileEncoder(MODEL), 1500
+    suite, shared = TaskSuite(encoder, "heldout"), sharing()
+    samples = [*suite.samples("multi_key", length, 2, 9), *suite.samples("passkey", length, 2, 9)]
+    room = max(len(s.answer_ids) for s in samples) + 2
+    tiles = TilePrefill(fraction, **shared)
+    for prefill in (None, tiles):
+        decoder = Decoder(model, [s.prompt_ids for s in samples], room, 2, prefill)
+        chosen = methods(length, fraction)
+        for name in ("kascade", "kascade_sketch"):
+            replies = decoder.generate(chosen[name], encoder.token_id(END))
+            assert all(
+                is_exact(s, encoder.decode(r)) for s, r in zip(samples, replies, strict=True)
+            ), (name, prefill is not None)
