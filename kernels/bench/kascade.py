@@ -35,6 +35,8 @@ from sglang_sparse_kernels import (
 
 DECODE = ((8192, 64), (65_536, 64), (131_072, 64), (262_144, 16))
 PREFILL = (32_768, 65_536, 131_072)
+# Buffers are as wide for all shapes, so that kernels are compiled once.
+MOST_DECODE = 262_144
 FRACTION = 0.1
 WEIGHTS = (1 / 32, 4 / 32, 27 / 32)
 SINK, RECENT = 16, 64
@@ -80,7 +82,9 @@ class DecodeCase(Case):
     """A decode batch whose lists hold a tenth of the context."""
 
     def __init__(self, context: int, batch: int) -> None:
-        shape = Shape(context=context, batch=batch, budget=-(-context // 10))
+        shape = Shape(
+            context=context, batch=batch, budget=-(-context // 10), max_context=MOST_DECODE
+        )
         super().__init__(shape, 1, 1, torch.device("cuda"))
         width = self.scores.shape[2]
         self.exact = make_exact_workspace(
@@ -198,7 +202,7 @@ class PrefillCase:
         order = table[0].long()[:, None] * s.page_size + torch.arange(s.page_size, device=device)
         self.slots = order.flatten()[:tokens]
         tiles = self.plan.rows.num_rows
-        width = -(-self.plan.max_tail // 16) * 16
+        width = PREFILL[-1]
         rows = max(1, min(tiles, (256 << 20) // (4 * s.heads * width)))
         self.indices = torch.zeros((tiles, s.heads, self.plan.max_units), dtype=torch.int32,
                                    device=device)  # fmt: skip
@@ -318,7 +322,7 @@ def main() -> None:
             # One that top-k keeps in registers, and one that it streams.
             checks += [DecodeCase(*shape).check_exact() for shape in ((4097, 3), (70_001, 1))]
         if "prefill" in parts:
-            checks += [PrefillCase(tokens).check() for tokens in (1500, 2112)]
+            checks += [PrefillCase(tokens).check() for tokens in (1500, 1985)]
         print("checked:", checks, flush=True)
         torch.cuda.empty_cache()
         for context, batch in DECODE[: 1 if args.quick else None] if "decode" in parts else ():

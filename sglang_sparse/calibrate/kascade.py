@@ -230,7 +230,7 @@ def _check_numbers(settings: Settings, geometry: Geometry) -> None:
 def _write_preset(path: Path, base: SparseConfig, layers: Anchors, geometry: Geometry) -> None:
     name = base.model.name if base.model is not None else path.parent.name or geometry.name
     named = geometry.model_copy(update={"name": name})
-    content = base.model_dump(mode="json") | {
+    content = base.model_dump(mode="json", exclude_unset=True) | {
         "model": named.model_dump(mode="json"),
         "layers": layers.model_dump(mode="json"),
     }

@@ -34,7 +34,7 @@ def test_show_prints_the_config_that_a_server_would_use() -> None:
     assert result.exit_code == 0
     shown = json.loads(result.stdout)
     assert shown["model"]["num_hidden_layers"] == 36
-    assert shown["budget"] == {"kind": "tokens", "tokens": 4096}
+    assert shown["budget"] == {"kind": "tokens", "tokens": 4096, "max_tokens": None}
     assert "qwen3-8b/sparcas + inline JSON" in result.stderr
 
 

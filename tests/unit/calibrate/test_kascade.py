@@ -17,7 +17,6 @@ from sglang_sparse.calibrate import kascade
 from sglang_sparse.calibrate.capture import Capture
 from sglang_sparse.cli import app
 from sglang_sparse.config import ConfigError, configs_dir, load_preset, resolve
-from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 MODEL = configs_dir() / "reference" / "model"
 RUN = CliRunner()
@@ -109,13 +108,16 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
 
 def test_the_effect_of_a_layer_is_what_predictions_lose_without_it() -> None:
     capture = Capture(str(MODEL), "cpu")
-    sample = TaskSuite(FileEncoder(MODEL), "heldout").sample("multi_key", 512, seed=3)
-    ids = [*sample.prompt_ids, *sample.answer_ids]
+    text, fact = Path(kascade.__file__).read_text(), "The pass key is 48213."
+    asked = f"{text[400:1400]} {fact} {text[2000:3500]}\n\nWhat is the pass key?"
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": fact}]
+    ids = capture.tokenizer.apply_chat_template(chat, return_dict=False)
     layers, effect = capture.run(ids, "effect")
     again, cosine = capture.run(ids, "cosine")
     assert all(torch.equal(a.q, b.q) for a, b in zip(layers, again, strict=True))
     # The card's ablation: layers 1 to 4 retrieve, 0 and 5 do not.
-    assert min(effect[1:5]) > 3 * max(effect[0], effect[5])
+    assert min(effect[1:5]) > 10 * effect[0]
+    assert min(effect[1:5]) > effect[5]
     assert max(cosine) == cosine[0]
     short, none = capture.run(ids[:60], "effect")
     assert len(short) == 6

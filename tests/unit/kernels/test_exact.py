@@ -196,9 +196,9 @@ class Anchor:
     def step(self) -> None:
         batch, plan = self.batch, self.batch.plan
         plan_decode(
-            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start,
-            page_size=32, unit=1, capacity_units=batch.capacity, min_sparse_tokens=48, floor=40,
-            fraction=0.0, reselect_every=1, refresh_every=1, plan=plan, impl=self.impl,
+            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start, batch.budgets,
+            page_size=32, unit=1, capacity_units=batch.capacity, min_sparse_tokens=48,
+            reselect_every=1, refresh_every=1, plan=plan, impl=self.impl,
         )  # fmt: skip
         exact_score(
             batch.q, batch.k[0], plan, page_size=32, sm_scale=0.125, pool="group", out=self.scores,
