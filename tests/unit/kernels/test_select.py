@@ -141,10 +141,11 @@ def test_fewer_slots_than_forced_units_keep_the_lowest(impl: str) -> None:
 def test_tiles_of_any_size_give_the_same_lists(
     kind: str, tiles: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sparse_kernels.select import kernel
+    from sglang_sparse_kernels.select import kernel, stream
 
     """Tiles too small for the row are streamed, others prune in either of two sizes."""
     monkeypatch.setattr(kernel, "_tiles", lambda *_: tiles)
+    monkeypatch.setattr(stream, "STREAM_UNITS", 256)
     batch = Batch([1500, 700, 200], budget=50, heads=1, capacity=80, seed=5)
     scores = random_scores(batch, kind, 1501 + 3 * (tiles[1] == 256))
     check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
@@ -154,9 +155,10 @@ def test_tiles_of_any_size_give_the_same_lists(
 def test_budgets_that_do_not_fit_in_registers_are_streamed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sparse_kernels.select import kernel
+    from sglang_sparse_kernels.select import kernel, stream
 
     monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
+    monkeypatch.setattr(stream, "STREAM_UNITS", 512)
     budget = (300, 800, 1190)[KINDS.index(kind) % 3]
     batch = Batch([1200, 901], budget=budget, heads=1, capacity=budget + 10, seed=7, dense_rows=())
     scores = random_scores(batch, kind, 1204)

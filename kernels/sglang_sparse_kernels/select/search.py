@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Device functions that rank scores in the registers of one program."""
+
+import triton
+import triton.language as tl
+
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def rankable(b_s, b_u, forced_below, free_below, n, CLEAN: tl.constexpr):
+    """Scores of units ``b_u`` (of a block, its first) as they rank.
+
+    Free are the units of [forced_below, free_below); the others are +inf below ``n``, where they
+    are forced, and -inf from there on. Of the free ones NaN is -inf and -0 is +0; ``CLEAN`` scores
+    hold neither, nor +inf.
+    """
+    if not CLEAN:
+        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
+        b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
+    free = (b_u >= forced_below) & (b_u < free_below)
+    return tl.where(free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
+
+
+@triton.jit
+def key_of(score):
+    """int32 that orders as the float does."""
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def score_of(key):
+    """Inverse of :func:`key_of`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _count_reaching(b_s, score, SIZE: tl.constexpr):
+    """How many of ``SIZE`` scores are at least ``score``, a finite one."""
+    # The sign of a difference counts in two instructions; a comparison takes three.
+    return SIZE + tl.sum((b_s - score).to(tl.int32, bitcast=True) >> 31)
+
+
+@triton.jit
+def _probe(lo, hi, weight_lo, weight_hi, step):
+    """Next key to count at: where the log of the count, linear in the score, would meet k.
+
+    Every sixth step halves the range of keys instead, which bounds the steps of any distribution.
+    """
+    halved = (lo & hi) + ((lo ^ hi) >> 1) + 1
+    score_lo, score_hi = score_of(lo), score_of(hi)
+    score = score_lo + (score_hi - score_lo) * (weight_lo / (weight_lo + weight_hi))
+    guess = tl.minimum(tl.maximum(key_of(score), lo + 1), hi)
+    usable = (step % 6 != 5) & (tl.abs(score) <= FLOAT32_MAX)
+    return tl.where(usable, guess, halved)
+
+
+@triton.jit
+def _log_ratio(count, k):
+    return tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k)
+
+
+@triton.jit
+def _cut_ties(b_tie, last, ties, need):
+    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie."""
+    lo = tl.full((), -1, tl.int32)
+    hi = last
+    count_lo = tl.full((), 0, tl.int32)
+    count_hi = ties
+    step = tl.full((), 0, tl.int32)
+    while lo + 1 < hi:
+        part = (need - count_lo).to(tl.float32) / tl.maximum(count_hi - count_lo, 1)
+        guess = lo + ((hi - lo).to(tl.float32) * part).to(tl.int32)
+        guess = tl.where(step % 4 == 3, (lo + hi) >> 1, guess)
+        guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
+        count = -tl.sum((b_tie - guess - 1) >> 31)
+        lo = tl.where(count == need, guess - 1, tl.where(count > need, lo, guess))
+        hi = tl.where(count >= need, guess, hi)
+        count_lo = tl.where(count < need, count, count_lo)
+        count_hi = tl.where(count >= need, count, count_hi)
+        step += 1
+    return hi
+
+
+@triton.jit
+def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
+    """(mask of the k best of ``SIZE`` scores, a score that all of them reach).
+
+    Of equal scores those with the lower index ``b_i``, at most ``last``, win. ``floor`` is a score
+    that at least k reach, or -inf.
+    """
+    forced = tl.sum((b_s == float("inf")).to(tl.int32))
+    finite = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
+    low = tl.minimum(tl.maximum(finite, floor), FLOAT32_MAX)
+    high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
+    count_lo = _count_reaching(b_s, low, SIZE)
+    count_hi = forced
+    lo = key_of(low)
+    searched = (forced < k) & (count_lo > k)
+    hi = tl.where(searched, key_of(high), lo)
+    weight_lo = tl.abs(_log_ratio(count_lo, k))
+    weight_hi = tl.abs(_log_ratio(forced, k))
+    side = tl.full((), 0, tl.int32)
+    step = tl.full((), 0, tl.int32)
+    while lo < hi:
+        middle = _probe(lo, hi, weight_lo, weight_hi, step)
+        count = _count_reaching(b_s, score_of(middle), SIZE)
+        weight = tl.abs(_log_ratio(count, k))
+        # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
+        up = count >= k
+        moved = tl.where(up, 1, -1)
+        stale = tl.where(moved == side, 0.5, 1.0)
+        weight_lo = tl.where(up, weight, weight_lo * stale)
+        weight_hi = tl.where(up, weight_hi * stale, weight)
+        count_lo = tl.where(up, count, count_lo)
+        count_hi = tl.where(up, count_hi, count)
+        lo = tl.where(up, middle, lo)
+        hi = tl.where(count == k, middle, tl.where(up, hi, middle - 1))
+        side = moved
+        step += 1
+
+    above = count_hi
+    score = score_of(lo)
+    if count_lo < k:
+        # Fewer than k are finite: the rest are -inf.
+        score = float("-inf") + tl.zeros_like(score)
+        above = count_lo
+        count_lo = tl.full((), SIZE, tl.int32)
+    if forced >= k:
+        score = float("inf") + tl.zeros_like(score)
+        above = tl.full((), 0, tl.int32)
+        count_lo = forced
+    cut = last
+    if count_lo != k:
+        b_tie = tl.where(b_s == score, b_i, 2147483647)
+        cut = _cut_ties(b_tie, last, count_lo - above, k - above)
+    return (b_s > score) | ((b_s == score) & (b_i <= cut)), score
+
+
+@triton.jit
+def store_winners(p_out, b_win, b_i, taken, k):
+    """Write the indices of winners in order, after ``taken`` others; returns how many there are."""
+    b_won = b_win.to(tl.int32)
+    b_wins = tl.sum(b_won, 1)
+    b_first = taken + tl.cumsum(b_wins, 0) - b_wins
+    o_w = b_first[:, None] + tl.cumsum(b_won, 1) - 1
+    tl.store(p_out + o_w, b_i, mask=b_win & (o_w < k))
+    return taken + tl.sum(b_wins)
+
+
+@triton.jit
+def load_units(
+    p_scores,
+    b_block,
+    m_b,
+    n,
+    forced_below,
+    free_below,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """(scores, units) [blocks, BLOCK]; ``WHOLE`` says that a row's last block is readable whole.
+
+    Blocks that are masked off must lie past the end.
+    """
+    o_u = b_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if WHOLE:
+        b_s = tl.load(p_scores + o_u, mask=m_b[:, None], other=float("-inf"))
+    else:
+        b_s = tl.load(p_scores + o_u, mask=m_b[:, None] & (o_u < n), other=float("-inf"))
+    return rankable(b_s, o_u, forced_below, free_below, n, CLEAN), o_u
