@@ -285,7 +285,10 @@ class SparseAttentionBackend(AttentionBackend):
         self._tiles = None
         if self.prefill is not None:
             self._tiles = self.prefill.plan(
-                page_table, forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+                page_table,
+                forward_batch.extend_prefix_lens_cpu,
+                forward_batch.extend_seq_lens_cpu,
+                self.requests.prefill_dense,
             )
         self.prefills["dense" if self._tiles is None else "sparse"] += 1
 

@@ -71,13 +71,18 @@ class SparsePrefill:
         self.tile_tokens = tile_tokens_of(choice.tile, query_heads // pool.head_num, pool.page_size)
 
     def plan(
-        self, page_table: torch.Tensor, prefix_lens: Sequence[int], extend_lens: Sequence[int]
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: Sequence[int],
+        extend_lens: Sequence[int],
+        dense: Sequence[bool],
     ) -> TileBatch | None:
         """The tiles of a batch, or None if none of them selects: then it is dense.
 
         Args:
             page_table: int32 [requests, max_pages].
             prefix_lens, extend_lens: tokens that are cached, and new ones, on the host.
+            dense: requests that asked to be dense; empty if the batch is of none.
         """
         longest = max((p + n for p, n in zip(prefix_lens, extend_lens, strict=True)), default=0)
         if longest <= self.choice.min_tokens:
@@ -90,6 +95,7 @@ class SparsePrefill:
             min_tokens=self.choice.min_tokens,
             floor=self.choice.floor,
             fraction=self.choice.fraction,
+            dense=dense,
         )
         if plan.max_units == 0:
             return None

@@ -25,6 +25,7 @@ class RequestTable:
         decode_start: int32 [request slots], tokens a request had when its last prefill ended,
             where its decode clock starts; ``DENSE_REQUEST`` for one that asked to be dense.
         budgets: int32 [request slots, 2], floor in tokens and fraction in millionths.
+        prefill_dense: on the host, whether each row of the last admitted batch asked to be dense.
     """
 
     def __init__(self, config: SparseConfig, request_slots: int, device: torch.device) -> None:
@@ -38,6 +39,7 @@ class RequestTable:
         # The same on the host, where the graph is chosen.
         self._dense_slots: set[int] = set()
         self._dense_rows: list[bool] | None = None
+        self.prefill_dense: list[bool] = []
 
     @staticmethod
     def _row(budget: TokenBudget | FractionBudget) -> tuple[int, int]:
@@ -59,6 +61,7 @@ class RequestTable:
                 self._dense_slots.add(req.req_pool_idx)
             else:
                 self._dense_slots.discard(req.req_pool_idx)
+        self.prefill_dense = [bool(dense) for _, _, dense in rows]
         written = torch.tensor(rows, dtype=torch.int32)
         if slots.is_cuda:
             written = written.pin_memory()

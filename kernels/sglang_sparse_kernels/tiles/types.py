@@ -57,6 +57,7 @@ def plan_tiles(
     min_tokens: int,
     floor: int,
     fraction: float,
+    dense: Sequence[bool] = (),
 ) -> TilePlan:
     """Cut the new tokens of a batch into tiles, all arithmetic on the host.
 
@@ -73,6 +74,7 @@ def plan_tiles(
         min_tokens: tiles that start before this are dense.
         floor: least budget, in tokens.
         fraction: budget as a fraction of the tokens before the tile, exact to one millionth.
+        dense: whether all tiles of a request are dense; none are, past the end of it.
     """
     columns: list[tuple[int, int, int, int, int, int]] = []
     q_row = 0
@@ -82,7 +84,7 @@ def plan_tiles(
             aligned = first // tile_tokens * tile_tokens
             end = min(aligned + tile_tokens, prefix + extend)
             budget = 0
-            if aligned >= max(min_tokens, 1):
+            if aligned >= max(min_tokens, 1) and not any(dense[request : request + 1]):
                 share = -(-aligned * round(fraction * PPM) // PPM)
                 budget = min(aligned, max(floor, share))
             columns.append((request, first, end, aligned if budget else 0, budget, q_row))

@@ -93,6 +93,14 @@ def test_tiles_start_at_multiples_and_never_cross_a_page_or_a_request() -> None:
     assert (prompts.plan.max_units, prompts.plan.max_tail) == (13, 64)
 
 
+def test_a_request_that_asked_to_be_dense_selects_nothing() -> None:
+    case = ([(0, 70), (48, 41)], 32, 1, 4, 64, torch.bfloat16)
+    rows = Prompts(case, dense=[True]).plan.rows
+    assert rows.k_units.tolist() == [0, 0, 0, 12, 13]
+    assert rows.tail_start.tolist() == [0, 0, 0, 32, 64]
+    assert Prompts(case, dense=[True, True]).plan.max_units == 0
+
+
 def test_what_a_token_may_see_does_not_depend_on_how_its_prompt_was_cut() -> None:
     def seen(cuts: list[int]) -> dict[int, tuple[int, int]]:
         found = {}
