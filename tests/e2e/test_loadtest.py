@@ -39,7 +39,7 @@ def live(server: Server) -> LiveServer:
 
 
 def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path: Path) -> None:
-    stats = short.summary(short.locust(live.url, "bursts", tmp_path, seconds=5))
+    stats = short.summary(short.locust(live.url, "bursts", tmp_path, seconds=6))
     assert set(stats) == KINDS
     assert all(values["failed"] == 0 for values in stats.values())
     records = [json.loads(line) for line in (tmp_path / "bursts.jsonl").read_text().splitlines()]
@@ -52,7 +52,7 @@ def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path:
         assert record["tokens_per_second"] == pytest.approx(
             record["output_tokens"] / record["total"]
         )
-    # Two documents, shared by all: after the first requests they come from the cache.
+    # Two documents, shared by all: behind the first requests they come from the cache.
     assert max(record["cached_tokens"] for record in records) > 500
 
 
