@@ -181,9 +181,9 @@ def _take_generate(record: Record, event: dict[str, Any]) -> None:
     if "error" in event:
         record.error = str(event["error"])[:300]
         return
-    meta = event["meta_info"]
-    record.prompt_tokens = meta["prompt_tokens"]
-    record.output_tokens = meta["completion_tokens"]
+    meta = event["meta_info"]  # next to empty for a request that was aborted in the queue
+    record.prompt_tokens = meta.get("prompt_tokens") or 0
+    record.output_tokens = meta.get("completion_tokens") or 0
     record.cached_tokens = meta.get("cached_tokens") or 0
     record.queued = meta.get("queue_time")
     record.text = event.get("text") or ""

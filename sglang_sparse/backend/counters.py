@@ -47,6 +47,9 @@ class DecodeCounters:
         return None
 
     def read(self) -> dict[str, int]:
-        """The sums now. Waits for the device: for an idle server or one that was asked."""
-        self.changed = False
+        """The sums now. Waits for the device: for an idle server or one that was asked.
+
+        A snapshot on its way is older than that and is dropped: sums only ever grow.
+        """
+        self.changed = self._asked = self._pending = False
         return self._sums.read()[_BATCH]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-SCALE = 64.0
-# Twice as likely as everything else together, at the least: log-probabilities down to -25.9.
+SCALE = 256.0
+# Twice as likely as everything else together, at the least: log-probabilities down to -103.
 _LEAST = math.log(2 / 3)
 
 

@@ -81,7 +81,8 @@ def test_dense_and_budgets_from_one_server_in_one_table(live: LiveServer, tmp_pa
     values = {arm: cells["perplexity", arm]["value"] for arm in ("dense", "128", "256")}
     assert values["dense"] == pytest.approx(perplexity_of_the_model(), rel=1e-3)
     assert values["128"] != pytest.approx(values["dense"], rel=1e-6), "it did not decode sparsely"
-    assert values["128"] == pytest.approx(values["dense"], rel=0.5)
+    # The larger budget is the closer one.
+    assert values["dense"] < values["256"] < values["128"]
     with (out / "results.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(cells)
     assert (out / "accuracy.png").read_bytes()[:4] == b"\x89PNG"

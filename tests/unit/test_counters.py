@@ -51,3 +51,20 @@ def test_reading_gives_everything_and_settles_what_changed() -> None:
     found = counters.read()
     assert (found["dense_rows"], found["attended_tokens"]) == (1, 7)
     assert not counters.changed
+
+
+def test_a_snapshot_older_than_what_was_read_is_dropped() -> None:
+    counters = DecodeCounters(
+        unit=1, capacity_units=64, impl="triton" if HAS_GPU else "torch", device=DEVICE
+    )
+    counters.poll()
+    step_of(counters, 1)  # its snapshot is on its way
+    step_of(counters, 2)
+    assert counters.read()["kv_tokens"] == 3
+    assert counters.poll() is None
+    step_of(counters, 3)
+    if HAS_GPU:
+        torch.cuda.synchronize()
+    found = counters.poll()
+    assert found is not None
+    assert found["kv_tokens"] == 6

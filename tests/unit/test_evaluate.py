@@ -46,7 +46,7 @@ def test_arms_are_dense_and_the_budgets_in_rising_order() -> None:
 def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
     torch.manual_seed(3)
     logits = torch.randn(3, 50) * 4
-    logits[2, 7] = -40.0  # so unlikely that the report is cut off
+    logits[2, 7] = -140.0  # so unlikely that the report is cut off
     truth = logits.log_softmax(-1)
     params: list[dict[str, Any]] = [
         {"forced": [5, 9]},
@@ -56,9 +56,9 @@ def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
     reported = ForcedTokens()(logits.clone(), params).log_softmax(-1)
     for row, token in enumerate((5, 1, 7)):
         assert int(reported[row].argmax()) == token
-    assert SCALE * float(reported[0, 5]) == pytest.approx(float(truth[0, 5]), abs=1e-4)
-    assert SCALE * float(reported[1, 1]) == pytest.approx(float(truth[1, 1]), abs=1e-4)
-    assert SCALE * float(reported[2, 7]) == pytest.approx(SCALE * math.log(2 / 3), abs=1e-4)
+    assert SCALE * float(reported[0, 5]) == pytest.approx(float(truth[0, 5]), abs=1e-3)
+    assert SCALE * float(reported[1, 1]) == pytest.approx(float(truth[1, 1]), abs=1e-3)
+    assert SCALE * float(reported[2, 7]) == pytest.approx(SCALE * math.log(2 / 3), abs=1e-3)
     assert [p["step"] for p in params] == [1, 2, 1]
 
 

@@ -214,6 +214,8 @@ def test_generate_streams_are_read_off_their_last_event() -> None:
     record = streamed(lines, "generate")
     assert (record.error, record.output_tokens, record.queued) == (None, 2, 0.25)
     assert streamed([(0.0, event(1, "abort"))], "generate").error == "aborted"
+    waiting = json.dumps({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
+    assert streamed([(0.0, waiting)], "generate").error == "aborted"
 
 
 def test_failures_are_recorded_and_not_raised() -> None:
