@@ -24,6 +24,8 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
     score = launch.config.score
     if score.kind == "page_minmax":
         return PlaneSpec(page_minmax=True, logical_page=score.logical_page)
+    if score.kind == "page_mean":
+        return PlaneSpec(page_mean=True, logical_page=score.logical_page)
     return PlaneSpec(key_sketch=score.storage)
 
 

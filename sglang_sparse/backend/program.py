@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from sglang_sparse.backend.probe import FidelityProbe
-from sglang_sparse.backend.scorers import KeySketchScorer, PageMinMaxScorer, Scorer
+from sglang_sparse.backend.scorers import KeySketchScorer, PageScorer, Scorer
 from sglang_sparse.backend.selection import SelectionBuffers, passes
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.attend import gathered_decode_attention
@@ -163,12 +163,17 @@ def _scorer(
     config: SparseConfig, pool: SparseMHATokenToKVPool, local: int, request_slots: int, impl: Impl
 ) -> Scorer:
     score, planes = config.score, pool.planes
-    if score.kind == "page_minmax":
-        assert planes.page_min is not None
-        assert planes.page_max is not None
-        return PageMinMaxScorer(
-            page_min=planes.page_min[local],
-            page_max=planes.page_max[local],
+    if score.kind in ("page_minmax", "page_mean"):
+        low, high = (
+            (planes.page_min, planes.page_max)
+            if score.kind == "page_minmax"
+            else (planes.page_mean_low, planes.page_mean_high)
+        )
+        assert low is not None
+        assert high is not None
+        return PageScorer(
+            low=low[local],
+            high=high[local],
             unit=score.logical_page,
             page_size=pool.page_size,
             reduce=score.reduce,

@@ -50,8 +50,26 @@ class PageMinMax(Choice):
     """Upper bound of q·k over a logical page, from its channel-wise key min and max (Quest)."""
 
     kind: Literal["page_minmax"] = "page_minmax"
-    logical_page: Literal[16] = Field(
+    logical_page: PageSize = Field(
         default=16, description="Tokens that share one min/max pair and are selected together."
+    )
+    reduce: Literal["max", "sum"] = Field(
+        default="max", description="How the query heads of one KV head pool their scores."
+    )
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return self.logical_page
+
+
+class PageMean(Choice):
+    """ArkVale's cuboid-mean estimate of the largest q·k over a block (PSA, section 3.1)."""
+
+    kind: Literal["page_mean"] = "page_mean"
+    logical_page: PageSize = Field(
+        default=32,
+        description="Tokens of a block: they share one digest and are selected together.",
     )
     reduce: Literal["max", "sum"] = Field(
         default="max", description="How the query heads of one KV head pool their scores."
@@ -201,7 +219,7 @@ class DensePrefill(Choice):
 
 
 Layers = Annotated[EveryLayer | FirstDense, Field(discriminator="kind")]
-Score = Annotated[PageMinMax | KeySketch, Field(discriminator="kind")]
+Score = Annotated[PageMinMax | PageMean | KeySketch, Field(discriminator="kind")]
 Budget = Annotated[TokenBudget | FractionBudget, Field(discriminator="kind")]
 
 

@@ -142,10 +142,19 @@ class SparseConfig(Choice):
 
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
+        self._check_page_holds_whole_units()
         self._check_budget_holds_forced_tokens()
         if self.model is not None:
             check_fits(self, self.model)
         return self
+
+    def _check_page_holds_whole_units(self) -> None:
+        if self.page_size % self.unit:
+            raise InvalidConfig(
+                f"score.logical_page {self.unit} does not divide page_size {self.page_size}",
+                allowed=f"page_size a multiple of score.logical_page {self.unit}",
+                remedy="raise page_size, or lower score.logical_page",
+            )
 
     def _check_budget_holds_forced_tokens(self) -> None:
         least = self.least_tokens

@@ -174,7 +174,16 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
     ("sparcas", '{"model": {"head_dim": 64}}', ["it is for llama-3.1-8b", "KV heads of 64"]),
     ("custom", "{}", ["layers is missing, score is missing", "layers with kind every|first_dense"]),
     ("custom", '{"budget": {"tokens": 9}}', ["budget.kind is missing", "tokens|fraction"]),
-    ("page_minmax", '{"score": {"logical_page": 32}}', ["logical_page is 32", "logical_page 16"]),
+    (
+        "page_minmax",
+        '{"score": {"logical_page": 8}}',
+        ["logical_page is 8", "logical_page 16|32|64"],
+    ),
+    (
+        "page_minmax",
+        '{"score": {"logical_page": 32}, "page_size": 16}',
+        ["score.logical_page 32 does not divide page_size 16", "raise page_size"],
+    ),
 ]
 
 
