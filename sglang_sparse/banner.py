@@ -44,6 +44,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         "state_bytes": backend.state_bytes(),
         "decode_steps": dict(backend.steps),
+        "progress": None if backend.progressive is None else backend.progressive.report(),
         "fidelity": None if backend.probe is None else backend.probe.report(),
         "sglang": compat.sglang_version(),
         "sglang_tested": compat.tested_range(),

@@ -9,6 +9,11 @@ from typing import ClassVar
 import torch
 
 from sglang_sparse.backend.probe import FidelityProbe
+from sglang_sparse.backend.progressive import (
+    Progression,
+    ProgressiveBuffers,
+    compile_progression,
+)
 from sglang_sparse.backend.scorers import KeySketchScorer, PageScorer, Scorer
 from sglang_sparse.backend.selection import SelectionBuffers, passes
 from sglang_sparse.config import SparseConfig
@@ -29,6 +34,8 @@ class SelectAndAttend:
         indices, counts: the lists this layer writes and reads.
         layer: its global id.
         probe: compares with dense attention, or None.
+        progression: selects and attends until a share of the mass is reached; None for a budget of
+            tokens.
         k_buffer, v_buffer: [slots, kv_heads, head_dim] of this layer.
     """
 
@@ -47,6 +54,7 @@ class SelectAndAttend:
     impl: Impl
     layer: int
     probe: FidelityProbe | None
+    progression: Progression | None = None
 
     def run(
         self, q: torch.Tensor, plan: DecodePlan, *, scaling: float, logit_cap: float
@@ -68,33 +76,44 @@ class SelectAndAttend:
             topk = self.buffers.topk.rows(rows.num_rows)
             lists = self.buffers.list_plan(rows)
             self.scorer.score(q[run], rows, scores, topk.block_max)
-            select_topk(
-                scores,
-                lists,
-                unit=self.unit,
-                sink=self.sink,
-                recent=self.recent,
-                out_indices=self.indices,
-                out_counts=self.counts,
-                workspace=topk,
-                has_block_max=True,
-                impl=self.impl,
-            )
-            gathered_decode_attention(
-                q[run],
-                self.k_buffer,
-                self.v_buffer,
-                lists,
-                self.indices,
-                self.counts,
-                unit=self.unit,
-                page_size=self.page_size,
-                sm_scale=scaling,
-                logit_cap=logit_cap,
-                out=out[run],
-                workspace=self.buffers.attention,
-                impl=self.impl,
-            )
+            if self.progression is not None:
+                self.progression.run(
+                    q[run],
+                    rows,
+                    lists,
+                    self.buffers,
+                    out[run],
+                    scaling=scaling,
+                    logit_cap=logit_cap,
+                )
+            else:
+                select_topk(
+                    scores,
+                    lists,
+                    unit=self.unit,
+                    sink=self.sink,
+                    recent=self.recent,
+                    out_indices=self.indices,
+                    out_counts=self.counts,
+                    workspace=topk,
+                    has_block_max=True,
+                    impl=self.impl,
+                )
+                gathered_decode_attention(
+                    q[run],
+                    self.k_buffer,
+                    self.v_buffer,
+                    lists,
+                    self.indices,
+                    self.counts,
+                    unit=self.unit,
+                    page_size=self.page_size,
+                    sm_scale=scaling,
+                    logit_cap=logit_cap,
+                    out=out[run],
+                    workspace=self.buffers.attention,
+                    impl=self.impl,
+                )
             if self.probe is not None:
                 self.probe.observe(
                     self.layer,
@@ -126,6 +145,7 @@ def compile_programs(
     request_slots: int,
     impl: Impl,
     probe: FidelityProbe | None,
+    progressive: ProgressiveBuffers | None = None,
 ) -> dict[int, SelectAndAttend]:
     """One program for each selecting layer, by global layer id.
 
@@ -137,6 +157,7 @@ def compile_programs(
         request_slots: rows of per-request state.
         impl: kernels or their references.
         probe: see :mod:`sglang_sparse.backend.probe`.
+        progressive: what layers share under a budget of mass, else None.
     """
     programs = {}
     for position, layer in enumerate(layers):
@@ -155,6 +176,9 @@ def compile_programs(
             impl=impl,
             layer=layer,
             probe=probe,
+            progression=None
+            if progressive is None
+            else compile_progression(config, pool, buffers, progressive, layers, layer, impl),
         )
     return programs
 
@@ -163,29 +187,27 @@ def _scorer(
     config: SparseConfig, pool: SparseMHATokenToKVPool, local: int, request_slots: int, impl: Impl
 ) -> Scorer:
     score, planes = config.score, pool.planes
-    if score.kind in ("page_minmax", "page_mean"):
-        low, high = (
-            (planes.page_min, planes.page_max)
-            if score.kind == "page_minmax"
-            else (planes.page_mean_low, planes.page_mean_high)
-        )
-        assert low is not None
-        assert high is not None
-        return PageScorer(
-            low=low[local],
-            high=high[local],
-            unit=score.logical_page,
-            page_size=pool.page_size,
+    if score.kind == "key_sketch":
+        assert planes.key_sketch is not None
+        shape = (request_slots, pool.head_num, score.channels)
+        scale = planes.key_sketch_scale
+        return KeySketchScorer(
+            key_sketch=planes.key_sketch[local],
+            scale=None if scale is None else scale[local],
+            channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
             reduce=score.reduce,
             impl=impl,
         )
-    assert planes.key_sketch is not None
-    shape = (request_slots, pool.head_num, score.channels)
-    scale = planes.key_sketch_scale
-    return KeySketchScorer(
-        key_sketch=planes.key_sketch[local],
-        scale=None if scale is None else scale[local],
-        channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
+    low, high = planes.page_min, planes.page_max
+    if score.kind == "page_mean":
+        low, high = planes.page_mean_low, planes.page_mean_high
+    assert low is not None
+    assert high is not None
+    return PageScorer(
+        low=low[local],
+        high=high[local],
+        unit=score.logical_page,
+        page_size=pool.page_size,
         reduce=score.reduce,
         impl=impl,
     )

@@ -191,6 +191,55 @@ class FractionBudget(Choice):
         return FractionBudget(fraction=float(value), floor=self.floor)
 
 
+class MassBudget(Choice):
+    """As much as it takes to reach a share of the attention mass (PSA, section 3.2).
+
+    Units are attended to in the order of their scores, a microbatch at a time, until the estimated
+    share of the mass that was reached is at least `epsilon`.
+    """
+
+    kind: Literal["mass"] = "mass"
+    epsilon: float = Field(
+        gt=0.0, le=1.0, description="Share of the attention mass to reach; at 1 only the cap ends."
+    )
+    cap: int = Field(
+        ge=1,
+        le=MAX_COUNT,
+        description="Most selected tokens, sinks and recent ones among them; hits are counted.",
+    )
+    microbatch: Literal[16, 32, 64, 128] = Field(
+        default=128, description="Tokens attended to between two looks at the share."
+    )
+    estimator: Literal["observed_min", "upper_bound"] = Field(
+        default="observed_min",
+        description="What the units that are left may hold: each the smallest mass seen so far, or "
+        "what its key bounds allow, which never makes the share too large.",
+    )
+    share: Literal["min", "mean"] = Field(
+        default="min",
+        description="Share of the query heads of one KV head: the smallest, or their mean.",
+    )
+
+    @property
+    def largest(self) -> MassBudget:
+        """The largest budget of a request: all have the same."""
+        return self
+
+    def request_range(self, least_tokens: int) -> None:
+        """Return that a request may not ask for a budget of its own."""
+        return
+
+    @property
+    def floor(self) -> int:
+        """Fewest tokens to rank: as many as may be attended to."""
+        return self.cap
+
+    @property
+    def fraction(self) -> float:
+        """Share of the context to rank; 0 because the cap is all floor."""
+        return 0.0
+
+
 class RetrievalHeads(Choice):
     """Every KV head selects from the whole context."""
 
@@ -220,10 +269,10 @@ class DensePrefill(Choice):
 
 Layers = Annotated[EveryLayer | FirstDense, Field(discriminator="kind")]
 Score = Annotated[PageMinMax | PageMean | KeySketch, Field(discriminator="kind")]
-Budget = Annotated[TokenBudget | FractionBudget, Field(discriminator="kind")]
+Budget = Annotated[TokenBudget | FractionBudget | MassBudget, Field(discriminator="kind")]
 
 
-def budget_tokens(budget: TokenBudget | FractionBudget, context_len: int) -> int:
+def budget_tokens(budget: Budget, context_len: int) -> int:
     """Return how many tokens `budget` keeps of a context of `context_len` tokens."""
     # In integers, as on the device: a float product could differ by one token from what is planned.
     share = context_len * round(budget.fraction * MILLION)
