@@ -17,6 +17,7 @@ from sglang_sparse.reference.policies import (
     Policy,
     attend,
     attend_mask,
+    kept_share,
     window_mask,
 )
 
@@ -32,7 +33,11 @@ class Decoder:
         touched: ``[layers]``, the part of the KV that each layer attended to in the last replies:
             mean over KV heads, and over the steps of rows whose reply was not over.
         tokens: ``[layers]``, the same in tokens.
+        shares: A list to fill with the true share of the attention that each sparse step of a
+            layer reached, ``[rows, kv_heads]``, the smallest of a group; None for not at all.
     """
+
+    shares: list[Tensor] | None = None
 
     def __init__(
         self, model: ReferenceModel, prompts: Sequence[Sequence[int]], room: int, rows: int = 16
@@ -146,6 +151,8 @@ class Decoder:
             if cut is not None:
                 mask = mask & (window[:, None] | ~cut[index][None, :, None])
             kept.append(mask.sum(-1).double().mean(1))
+            if self.shares is not None and own.kind != "dense":
+                self.shares.append(kept_share(q, cache.k, now, mask).amin(2))
             x = layer.finish(x, attend(q, cache, mask))
         return model.logits(x).argmax(-1)
 

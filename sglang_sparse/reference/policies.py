@@ -256,6 +256,14 @@ def progressive(
     return torch.zeros_like(kept).scatter_(-1, order, kept)
 
 
+def kept_share(q: Tensor, k: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    """``[B, G, group]``: share of each query head's attention that lies in ``mask [B, G, L]``."""
+    scores = logits(q, k) * q.shape[-1] ** -0.5
+    valid = torch.arange(k.shape[2], device=k.device)[None] < lengths[:, None]
+    weights = scores.masked_fill(~valid[:, None, None], -torch.inf).softmax(-1)
+    return (weights * mask[:, :, None]).sum(-1)
+
+
 def attend(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
     """Softmax attention ``[B, H * D]`` of one step over the tokens in ``mask [B, G, L]``."""
     scores = logits(q, cache.k) * q.shape[-1] ** -0.5

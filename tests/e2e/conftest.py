@@ -20,6 +20,7 @@ OPERATED = {
     "min_sparse_tokens": 1200,
     "cadence": {"every": 4},
 }
+WHOLE_MASS = {"budget": {"epsilon": 1.0, "cap": 32768}, "min_sparse_tokens": 64}
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -41,6 +42,15 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "page_minmax": (
         [*SPARSE, "page_minmax", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # A share of one is reached by nothing less than the whole context.
+    "psa-everything": (
+        [*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)],
+        {},
+    ),
+    "psa": (
+        [*SPARSE, "psa", "--sparse-config", '{"min_sparse_tokens": 64}', "--disable-cuda-graph"],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
     # Prompts in many chunks, and a pool that three of them overfill.

@@ -15,7 +15,7 @@ from sglang_sparse.tasks import TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
-METHODS = ("sparcas", "page_minmax")
+METHODS = ("sparcas", "page_minmax", "psa")
 TOKENS = 8
 KV_HEADS = 4
 
@@ -124,13 +124,55 @@ def test_chunked_prompts_answer_like_whole_ones(server: Server, prompts: list[li
     )
 
 
-def test_batch_neighbours_do_not_change_answers(server: Server, prompts: list[list[int]]) -> None:
-    live = server("sparcas")
+@pytest.mark.parametrize("name", ["sparcas", "psa"])
+def test_batch_neighbours_do_not_change_answers(
+    server: Server, prompts: list[list[int]], name: str
+) -> None:
+    live = server(name)
     # Mixed lengths, and one that is short enough to run dense in the same batch.
     ids = [prompts[i] for i in (0, 7, 14)] + [prompts[3][:40]]
     alone = answers_one_by_one(live, ids)
     live.flush()
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == alone
+
+
+def test_rows_of_one_batch_stop_at_very_different_depths(
+    server: Server, suite: TaskSuite, prompts: list[list[int]]
+) -> None:
+    live = server("psa")
+    # Few pages hold what a needle's question needs; counting words needs many.
+    words = suite.samples("common_words", length=3500, count=1, seed=3)[0].prompt_ids
+    ids = [prompts[0], words, prompts[12][:300]]
+    reached, alone = [], []
+    for prompt in ids:
+        before = progress(live)
+        alone += answers_one_by_one(live, [prompt])
+        reached.append(change(before, progress(live)))
+    live.flush()
+    before = progress(live)
+    assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == alone
+    together = change(before, progress(live))
+    depths = [seen["blocks"] / seen["pairs"] for seen in reached]
+    assert max(depths) > 3 * min(depths)
+    # One long row does not make the others go on: the batch attends to what its rows do alone.
+    for name in ("pairs", "domain_blocks", "blocks"):
+        alone_sum = sum(seen[name] for seen in reached)
+        assert abs(together[name] - alone_sum) <= 0.01 * alone_sum, name
+    assert all(0.95 <= seen["share_millionths"] / seen["pairs"] / 1e6 <= 1 for seen in reached)
+
+
+def progress(live: LiveServer) -> dict[str, int]:
+    """What progressive attention has counted, summed over layers."""
+    totals: dict[str, int] = {}
+    for layer in live.sparse_state()["progress"].values():
+        for name, count in layer.items():
+            totals[name] = totals.get(name, 0) + count
+    return totals
+
+
+def change(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What was counted in between."""
+    return {name: count - before[name] for name, count in after.items()}
 
 
 def test_answers_survive_eviction_and_reuse_of_their_pages(

@@ -62,7 +62,7 @@ def _work(
     forced = tl.minimum(forced, listed)
     prologue = tail_tokens + forced * UNIT
     total = tail_tokens + listed * UNIT
-    share = tl.cdiv(tl.cdiv(prologue, PARTS), BN) * BN
+    share = tl.maximum(tl.cdiv(tl.cdiv(prologue, PARTS), BN), 1) * BN
     parts = tl.cdiv(prologue, share)
     items = parts + tl.cdiv(total - prologue, BN)
     return i_l, tail, tail_tokens, prologue, total, share, parts, items, units, listed, forced

@@ -137,7 +137,7 @@ def test_null_takes_the_geometry_off_a_preset() -> None:
 
 # (method, config, what the line must say) for the llama geometry
 BAD: list[tuple[str | None, str | None, list[str]]] = [
-    (None, None, ["--sparse-method: it is not set", "allowed: page_minmax|sparcas|custom"]),
+    (None, None, ["--sparse-method: it is not set", "allowed: page_minmax|psa|sparcas|custom"]),
     ("kascade", None, ["--sparse-method kascade: there is no such method", "sparcas|custom"]),
     ("custom", None, ["--sparse-method custom", "custom together with --sparse-config"]),
     ("sparcas", "nope", ["--sparse-config nope", "neither a preset", "llama-3.1-8b/sparcas"]),
@@ -157,7 +157,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         '{"budget": {"fraction": 0.1}}',
         ["budget.fraction is not a key of kind tokens", "kind tokens kind|tokens"],
     ),
-    ("sparcas", '{"budget": {"kind": "mass"}}', ["budget.kind is 'mass'", "tokens|fraction"]),
+    ("sparcas", '{"budget": {"kind": "part"}}', ["budget.kind is 'part'", "tokens|fraction|mass"]),
     ("sparcas", '{"budget": {"tokens": 0}}', ["budget.tokens is 0", "greater than or equal to 1"]),
     ("sparcas", '{"budget": {"tokens": "9"}}', ["budget.tokens is '9'", "a valid integer"]),
     ("sparcas", '{"budget": 2048}', ["budget is 2048", "budget an object with a kind"]),
@@ -254,7 +254,7 @@ def test_a_damaged_preset_names_the_flag_and_the_fault(
 
 def test_a_method_is_available_once_its_generic_preset_is_there(own_configs: Path) -> None:
     shutil.copy(own_configs / "generic" / "sparcas.json", own_configs / "generic" / "mine.json")
-    assert available_methods() == ("mine", "page_minmax", "sparcas", "custom")
+    assert available_methods() == ("mine", "page_minmax", "psa", "sparcas", "custom")
     (own_configs / "generic" / "sparcas.json").unlink()
     with pytest.raises(ConfigError, match="there is no such method"):
         resolve("sparcas", None, LLAMA)

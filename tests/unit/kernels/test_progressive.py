@@ -180,11 +180,11 @@ def naive_stop(
 
 # lengths, page size, heads, group, dim, dtype, unit, cadence, microbatch, capacity in units
 CASES = [
-    ([511, 1, 300, 30], 64, 2, 4, 64, torch.bfloat16, 16, 1, 32, 64),
-    ([1, 700, 333], 32, 1, 2, 128, torch.float16, 32, 1, 32, 12),
-    ([511, 257], 16, 2, 1, 64, torch.bfloat16, 16, 3, 64, 64),
-    ([200, 130], 32, 1, 3, 64, torch.float16, 1, 1, 16, 96),
-    ([900], 64, 1, 16, 64, torch.bfloat16, 32, 1, 128, 64),
+    ([300, 1, 130, 30], 64, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64),
+    ([1, 500, 222], 32, 1, 2, 128, torch.float16, 32, 1, 32, 12),
+    ([311, 157], 16, 2, 1, 64, torch.bfloat16, 16, 3, 64, 64),
+    ([170, 90], 32, 1, 3, 64, torch.float16, 1, 1, 16, 96),
+    ([700], 64, 1, 16, 64, torch.bfloat16, 32, 1, 128, 64),
 ]
 KINDS = ("uniform", "peaked", "adversarial")
 
@@ -263,12 +263,12 @@ def test_it_stops_and_attends_as_the_definition_says(impl: str, kind: str, case:
 def test_with_bounds_the_mass_reached_is_never_less_than_asked_for(
     impl: str, kind: str, logit_cap: float
 ) -> None:
-    batch = make_batch(([700, 400, 30], 32, 2, 4, 64, torch.bfloat16, 16, 1, 32, 64))
-    batch.q *= 0.15  # loose bounds would reach everything
+    batch = make_batch(([311, 200, 30], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
+    batch.q *= 0.1  # loose bounds would reach everything
     if impl == "torch":
         in_double(batch)
     scores = shape_keys(batch, kind)
-    ask = Setting(0.6, 32, "min", upper=True, logit_cap=logit_cap)
+    ask = Setting(0.5, 32, "min", upper=True, logit_cap=logit_cap)
     got = run(batch, scores, ask, impl)
     stops = check(batch, scores, got, ask)
     early = 0
@@ -310,7 +310,7 @@ def test_bounds_of_what_is_left_are_at_least_what_is_left(upper: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("upper", [False, True])
 def test_a_share_of_one_equals_dense(impl: str, kind: str, upper: bool) -> None:
-    case = ([511, 63, 200], 32, 2, 2, 64, torch.bfloat16, 16, 1, 32, 64)
+    case = ([200, 63, 111], 32, 1, 2, 64, torch.bfloat16, 16, 1, 32, 64)
     batch, dense = make_batch(case), make_batch(case, dense_rows=(0, 1, 2))
     scores = shape_keys(batch, kind)
     shape_keys(dense, kind)
@@ -321,22 +321,21 @@ def test_a_share_of_one_equals_dense(impl: str, kind: str, upper: bool) -> None:
     assert_within_budget(got["out"], exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize("programs", [1, 3, 8])
-@pytest.mark.parametrize("resident", [1, 3])
+@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 1), (8, 3)])
 def test_any_number_of_programs_gives_the_same_result(
     programs: int, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_sparse_kernels.progressive import kernel
 
     monkeypatch.setattr(kernel, "num_programs", lambda *_: (programs, resident))
-    batch = make_batch(([700, 1, 333], 32, 2, 4, 64, torch.bfloat16, 16, 1, 16, 64))
+    batch = make_batch(([333, 1, 111], 32, 1, 4, 64, torch.bfloat16, 16, 1, 16, 64))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 16)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_stop_at_very_different_depths_and_a_cap_is_counted(impl: str) -> None:
-    batch = make_batch(([900, 900], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 20), shared_pages=0)
+    batch = make_batch(([500, 500], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 20), shared_pages=0)
     batch.q[0] *= 3
     batch.q[1] *= 0.02  # all alike: the share grows by a unit at a time
     scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 16)
@@ -351,7 +350,7 @@ def test_rows_stop_at_very_different_depths_and_a_cap_is_counted(impl: str) -> N
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_between_selections_keep_their_ranking_and_stop_anew(impl: str) -> None:
-    batch = make_batch(([500], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 32))
+    batch = make_batch(([300], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 32))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 16)
     first = run(batch, scores, ask, impl)
     work = torch.full_like(scores, NAN)
