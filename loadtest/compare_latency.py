@@ -34,6 +34,7 @@ CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
     "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
     "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
+    "psa": [*SPARSE, "--sparse-method", "psa"],
 }
 START_SECONDS = 400
 
