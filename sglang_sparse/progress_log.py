@@ -27,7 +27,7 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
     sums = None if progressive is None else progressive.counters.poll()
     if sums is None:
         return
-    before: Sums = getattr(reporter, "_sparse_progress", {})
+    before: Sums = getattr(reporter, "_sparse_progress", {})  # the same if none came since
     reporter._sparse_progress = sums
     text = line(before, sums)
     if text is not None:

@@ -34,6 +34,7 @@ class LayerCounters:
         self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
         self._copied = torch.cuda.Event() if on_gpu else None
         self._asked = False
+        self._latest: dict[int, dict[str, int]] | None = None
 
     def row(self, layer: int) -> torch.Tensor:
         """int64 [names], the view that the kernels of ``layer`` add to."""
@@ -44,18 +45,19 @@ class LayerCounters:
         return self._named(self.tensor)
 
     def poll(self) -> dict[int, dict[str, int]] | None:
-        """The sums that the call before asked for, None if they are not there; asks for new ones.
+        """The last sums that reached the host, None if none did yet; asks for newer ones.
 
         Never waits: a kernel may add while they are copied, and then counts in the next ones.
         """
         done = self._asked and (self._copied is None or self._copied.query())
-        sums = self._named(self._host) if done else None
+        if done:
+            self._latest = self._named(self._host)
         if done or not self._asked:
             self._host.copy_(self.tensor, non_blocking=True)
             if self._copied is not None:
                 self._copied.record()
             self._asked = True
-        return sums
+        return self._latest
 
     def _named(self, sums: torch.Tensor) -> dict[int, dict[str, int]]:
         rows = sums.tolist()

@@ -50,7 +50,13 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         {},
     ),
     "psa": (
-        [*SPARSE, "psa", "--sparse-config", '{"min_sparse_tokens": 64}', "--disable-cuda-graph"],
+        [
+            *SPARSE,
+            "psa",
+            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            *("--enable-metrics", "--decode-log-interval", "2"),
+            "--disable-cuda-graph",
+        ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
     # Prompts in many chunks, and a pool that three of them overfill.

@@ -161,6 +161,32 @@ def test_rows_of_one_batch_stop_at_very_different_depths(
     assert all(0.95 <= seen["share_millionths"] / seen["pairs"] / 1e6 <= 1 for seen in reached)
 
 
+def test_what_was_reached_is_logged_and_exported(server: Server, prompts: list[list[int]]) -> None:
+    live = server("psa")
+    answers_one_by_one(live, prompts[:1])
+    layers = live.sparse_state()["progress"]  # publishes what was counted
+    lines = live.call("/metrics").splitlines()
+    for layer, sums in layers.items():
+        for name in ("blocks", "share_millionths", "cap_hits"):
+            found = [
+                line
+                for line in lines
+                if line.startswith(f"sglang_sparse:mass_{name}_total{{")
+                and f'layer="{layer}"' in line
+            ]
+            assert [float(line.rsplit(" ", 1)[1]) for line in found] == [sums[name]], (layer, name)
+    attended = [
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("sglang_sparse:kv_tokens_attended_total") and 'role="select"' in line
+    ]
+    blocks = sum(sums["blocks"] for sums in layers.values()) / KV_HEADS
+    lists = sum(sums["pairs"] for sums in layers.values()) / KV_HEADS
+    # Blocks of 32 tokens, the last of them partly filled, and the token being decoded.
+    assert abs(attended[0] - 32 * blocks) <= 32 * lists
+    assert "Sparse decode, #lists: " in live.log.read_text()
+
+
 def progress(live: LiveServer) -> dict[str, int]:
     """What progressive attention has counted, summed over layers."""
     totals: dict[str, int] = {}

@@ -106,7 +106,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "a cap under the sink and recent pages": (
         [*PSA, "--sparse-config", '{"budget": {"cap": 64}}'],
-        ["--sparse-config", "budget.cap 64 cannot hold", "at least 160"],
+        ["--sparse-config", "budget.cap 64 cannot hold", "at least 128"],
     ),
     "another model's geometry": (
         [*SPARSE, "--sparse-config", json.dumps({"model": GEOMETRY})],

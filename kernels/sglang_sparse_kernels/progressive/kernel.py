@@ -329,9 +329,9 @@ def progressive_merge_kernel(
                 tl.atomic_add(counters + 4, ((part > slack) & (got < units)).to(tl.int64))
 
     p_l = lse + base * G + i_g
-    b_w = tl.load(p_l + o_i * G, mask=o_i < stop, other=float("-inf"))
-    top = tl.max(b_w, 0)
-    total = tl.sum(tl.exp2(b_w - top), 0)
+    b_all = tl.load(p_l + o_i * G, mask=o_i < stop, other=float("-inf"))
+    top = tl.max(b_all, 0)
+    total = tl.sum(tl.exp2(b_all - top), 0)
     b_out = tl.zeros((D,), tl.float32)
     for i_m in tl.range(0, stop, BM):
         m_m = i_m + o_m < stop
