@@ -49,12 +49,13 @@ LONG, SHORT = 0.10, 0.01
 REPEATS = 10
 # (programs a multiprocessor, programs for each that is resident, warps, microbatch)
 SWEEP = (
-    (2, 1, 8, 128),
-    (2, 2, 8, 128),
-    (3, 2, 8, 128),
-    (2, 4, 8, 128),
-    (2, 2, 4, 64),
+    (2, 2, 4, 128),
+    (2, 1, 4, 128),
+    (2, 4, 4, 128),
+    (1, 2, 8, 128),
     (3, 2, 4, 64),
+    (3, 1, 4, 64),
+    (4, 2, 4, 32),
 )
 
 

@@ -22,7 +22,8 @@ from .rank_kernel import forced_range
 from .types import PROLOGUE_PARTS, ProgressiveWorkspace, num_programs, padded_items
 
 STAGES = 2
-WARPS = 8
+# With 8 warps the registers of a tile of 128 tokens leave room for one program a multiprocessor.
+WARPS = 4
 MERGE_TILE = 32
 # A program ends at a share a little above the one that is asked for, so that the exact stop, found
 # with other roundings, never lies after it.
