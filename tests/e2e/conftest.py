@@ -21,6 +21,10 @@ OPERATED = {
     "cadence": {"every": 4},
 }
 WHOLE_MASS = {"budget": {"epsilon": 1.0, "cap": 32768}, "min_sparse_tokens": 64}
+SKETCH_MASS = {
+    "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
+    "min_sparse_tokens": 64,
+}
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -47,6 +51,11 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # A share of one is reached by nothing less than the whole context.
     "psa-everything": (
         [*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)],
+        {},
+    ),
+    # A share of the mass over tokens scored by a sketch, its ranking kept over four steps.
+    "mass-kept": (
+        [*SPARSE, "sparcas", "--sparse-config", json.dumps(KEPT | SKETCH_MASS)],
         {},
     ),
     "psa": (

@@ -49,10 +49,11 @@ def test_a_budget_above_the_context_gives_the_dense_answers(
     assert live.sparse_state()["decode_steps"]["sparse"] - before >= len(ids) * (TOKENS - 1)
 
 
+@pytest.mark.parametrize("name", ["sparcas-kept", "mass-kept"])
 def test_state_kept_across_steps_and_reused_rows_give_the_dense_answers(
-    server: Server, prompts: list[list[int]], dense_answers: list[list[int]]
+    server: Server, prompts: list[list[int]], dense_answers: list[list[int]], name: str
 ) -> None:
-    live = server("sparcas-kept")
+    live = server(name)
     ids = prompts
     # More requests than rows: a row's next owner must not see what the last one selected.
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == dense_answers

@@ -389,3 +389,46 @@ def test_bad_arguments_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             run(batch, scores, ask, "torch")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_captured_step_stops_where_the_numbers_of_the_replay_say() -> None:
+    batch = make_batch(([900, 1, 500], 64, 2, 4, 128, torch.bfloat16, 16, 1, 32, 64))
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 32)
+    sharp = batch.q.clone()
+    flat = sharp * 0.02
+    eager = {}
+    for name, q in (("sharp", sharp), ("flat", flat)):
+        batch.q.copy_(q)
+        eager[name] = run(batch, scores, ask, "triton")
+    rows, heads = len(batch.lengths), batch.heads * batch.group
+    items = num_items(batch.capacity, batch.unit, ask.microbatch)
+    workspace = make_progressive_workspace(rows, heads, batch.heads, batch.dim, items, DEVICE)
+    got = {name: tensor.clone() for name, tensor in eager["flat"].items() if tensor is not None}
+    slots = batch.plan.list_rows.long()
+    picked = got["indices"][slots].sort(-1).values.contiguous()
+    always = {"unit": batch.unit, "sink": SINK, "recent": RECENT, "impl": "triton"}
+
+    def step() -> None:
+        rank_units(
+            scores, batch.plan, picked, out_indices=got["indices"], out_counts=got["ranked"],
+            workspace=workspace, **always,
+        )  # fmt: skip
+        progressive_decode_attention(
+            batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
+            got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
+            epsilon=ask.epsilon, share=ask.share, sm_scale=batch.dim**-0.5, out=got["out"],
+            counters=got["counters"], workspace=workspace, **always,
+        )  # fmt: skip
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for name, q in (("sharp", sharp), ("flat", flat), ("sharp", sharp)):
+        batch.q.copy_(q)
+        got["out"].fill_(NAN)
+        graph.replay()
+        assert torch.equal(got["out"], eager[name]["out"])
+        assert torch.equal(got["reached"][slots], eager[name]["reached"][slots])
