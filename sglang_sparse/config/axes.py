@@ -134,6 +134,11 @@ class TokenBudget(Choice):
         return self
 
     @property
+    def amount(self) -> int:
+        """The number that names this budget in a list."""
+        return self.tokens
+
+    @property
     def largest(self) -> TokenBudget:
         """The budget at the most that a request may ask for; buffers are sized for it."""
         return TokenBudget(tokens=self.max_tokens or self.tokens)
@@ -178,6 +183,11 @@ class FractionBudget(Choice):
         return self
 
     @property
+    def amount(self) -> float:
+        """The number that names this budget in a list."""
+        return self.fraction
+
+    @property
     def largest(self) -> FractionBudget:
         """The budget at the most that a request may ask for; buffers are sized for it."""
         return self.asked(self.max_fraction or self.fraction)
@@ -219,6 +229,11 @@ class MassBudget(Choice):
         default="min",
         description="Share of the query heads of one KV head: the smallest, or their mean.",
     )
+
+    @property
+    def amount(self) -> float:
+        """The number that names this budget in a list."""
+        return self.epsilon
 
     @property
     def largest(self) -> MassBudget:
