@@ -34,6 +34,9 @@ CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
     "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
     "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
+    "kascade": [*SPARSE, "--sparse-method", "kascade"],
+    "kascade_sketch": [*SPARSE, "--sparse-method", "kascade_sketch"],
+    "psa": [*SPARSE, "--sparse-method", "psa"],
 }
 START_SECONDS = 400
 

@@ -45,6 +45,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "state_bytes": backend.state_bytes(),
         "decode_steps": dict(backend.steps),
         "prefill_batches": dict(backend.prefills),
+        "progress": None if backend.progressive is None else backend.progressive.report(),
         "fidelity": None if backend.probe is None else backend.probe.report(),
         "sglang": compat.sglang_version(),
         "sglang_tested": compat.tested_range(),

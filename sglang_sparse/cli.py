@@ -69,7 +69,7 @@ def presets() -> None:
             raise _fail(str(error)) from error
         shape = "any" if config.model is None else "{}, {}/{}, {}".format(*config.model.shape)
         kinds = (config.layers.kind, config.score.kind)
-        budget = f"{config.budget.kind} {config.budget.fraction or config.budget.floor}"
+        budget = f"{config.budget.kind} {config.budget.amount}"
         table.add_row(str(ref), shape, *kinds, budget, str(config.min_sparse_tokens))
     # A pipe has no width: rich would fold the names that a script wants to read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)

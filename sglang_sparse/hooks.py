@@ -24,6 +24,7 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
         graph_variants,
         metrics,
         pools,
+        progress_log,
         request_options,
         server_info,
     )
@@ -63,6 +64,7 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
         ("sglang.srt.mem_cache.allocation.get_last_loc", pools.get_last_loc, "around"),
         (f"{_REPORTER}.report_decode_stats", metrics.after_decode, "after"),
         (f"{_REPORTER}._maybe_log_idle_metrics", metrics.when_idle, "after"),
+        (f"{_REPORTER}.report_decode_stats", progress_log.after_decode, "after"),
         (
             "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
             server_info.add_sparse_block,

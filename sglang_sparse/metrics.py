@@ -32,6 +32,11 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "selections": ("Rows whose lists were selected anew.", ()),
     "selection_refreshes": ("Rows whose sketch channels were chosen anew.", ()),
     "cap_hits": ("Rows whose budget did not fit the lists.", ()),
+    "mass_lists": ("Lists attended to until a share of the mass was reached.", ("layer",)),
+    "mass_blocks": ("Blocks that those lists attended to.", ("layer",)),
+    "mass_domain_blocks": ("Blocks that they could have attended to.", ("layer",)),
+    "mass_share_millionths": ("Shares that they estimated, summed, in millionths.", ("layer",)),
+    "mass_cap_hits": ("Lists that ended at their cap before the share was reached.", ("layer",)),
     "plane_reuse_prefills": ("Prefills that took planes of a shared prefix.", ()),
     "plane_reuse_tokens": ("Prefix tokens whose KV and planes were reused.", ()),
     "plane_reuse_pages": ("Prefix pages whose KV and planes were reused.", ()),
@@ -73,16 +78,22 @@ class Exporter:
     def _to(self, name: str, total: int, **own: str) -> int:
         """Raise a counter to ``total``; returns by how much."""
         key = (name, "".join(own.values()))
-        change = total - self._seen.get(key, 0)
-        self._seen[key] = total
+        before = self._seen.get(key, 0)
+        # Sums of two kinds may be of two moments; a counter never falls.
+        self._seen[key] = total = max(total, before)
+        change = total - before
         self._counters[name].labels(**self._labels, **own).inc(change)
         return change
 
-    def publish(self, sums: dict[str, int], tree_cache: Any) -> None:
+    def publish(
+        self, sums: dict[str, int], mass: dict[int, dict[str, int]] | None, tree_cache: Any
+    ) -> None:
         """Publish sums of :class:`~sglang_sparse.backend.counters.DecodeCounters`.
 
         Args:
             sums: by the names of ``COUNTS``.
+            mass: what each layer reached under a budget of mass, by layer and the names of the
+                progressive kernels' ``COUNTERS``; None under another budget.
             tree_cache: SGLang's; with ``plane_reuse`` if planes are shared through it.
         """
         for variant, steps in self._backend.steps.items():
@@ -90,21 +101,35 @@ class Exporter:
         self._to("decode_rows", sums["rows"])
         self._to("dense_fallback_rows", sums["dense_rows"])
         for role, layers in self._layers.items():
-            attended = sums["kv_tokens" if role.startswith("dense") else "attended_tokens"]
+            dense = role.startswith("dense")
+            attended = sums["kv_tokens" if dense else "attended_tokens"] * layers
+            if mass is not None and not dense:
+                attended += self._fewer(sums, mass)
             visible = self._to("kv_tokens", sums["kv_tokens"] * layers, role=role)
-            change = self._to("kv_tokens_attended", attended * layers, role=role)
+            change = self._to("kv_tokens_attended", attended, role=role)
             if visible:
                 self._share.labels(**self._labels, role=role).observe(change / visible)
         self._to("selected_units", sums["selected_units"], unit=str(self._backend.config.unit))
         self._to("selections", sums["selections"])
         self._to("selection_refreshes", sums["refreshes"])
         self._to("cap_hits", sums["cap_hits"])
+        for layer, reached in ({} if mass is None else mass).items():
+            for name, total in reached.items():
+                metric = "mass_lists" if name == "pairs" else f"mass_{name}"
+                self._to(metric, total, layer=str(layer))
         reuse = getattr(tree_cache, "plane_reuse", None)
         if reuse is not None:
             counts = asdict(reuse)
             self._to("plane_reuse_prefills", counts["prefills_with_reuse"])
             self._to("plane_reuse_tokens", counts["tokens"])
             self._to("plane_reuse_pages", counts["pages"])
+
+    def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
+        """By how many tokens lists that stopped early fall short of what was planned (below 0)."""
+        heads = self._backend.token_to_kv_pool.head_num
+        reached = sum(layer["blocks"] for layer in mass.values())
+        planned = sums["selected_units"] * len(mass)
+        return (reached // heads - planned) * self._backend.config.unit
 
 
 def _exporter(reporter: Any) -> Exporter:
@@ -129,9 +154,11 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
     if reporter.forward_ct_decode % reporter.decode_log_interval or not _enabled(reporter):
         return
     scheduler = reporter.scheduler
-    sums = scheduler.tp_worker.model_runner.attn_backend.counters.poll()
-    if sums is not None:
-        _exporter(reporter).publish(sums, scheduler.tree_cache)
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    sums = backend.counters.poll()
+    mass = None if backend.progressive is None else backend.progressive.counters.poll()
+    if sums is not None and (mass is not None or backend.progressive is None):
+        _exporter(reporter).publish(sums, mass, scheduler.tree_cache)
 
 
 def when_idle(result: None, reporter: Any) -> None:
@@ -143,6 +170,7 @@ def when_idle(result: None, reporter: Any) -> None:
 def publish_now(scheduler: Any) -> None:
     """Publish everything that has been counted; waits for the device if anything has."""
     reporter = scheduler.metrics_reporter
-    counters = scheduler.tp_worker.model_runner.attn_backend.counters
-    if _enabled(reporter) and counters.changed:
-        _exporter(reporter).publish(counters.read(), scheduler.tree_cache)
+    backend = scheduler.tp_worker.model_runner.attn_backend
+    if _enabled(reporter) and backend.counters.changed:
+        mass = None if backend.progressive is None else backend.progressive.counters.read()
+        _exporter(reporter).publish(backend.counters.read(), mass, scheduler.tree_cache)

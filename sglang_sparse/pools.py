@@ -21,9 +21,12 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
     """The planes that this configuration reads, and no other."""
     from sglang_sparse_radix.planes_spec import PlaneSpec
 
-    score = launch.config.score
+    score, budget = launch.config.score, launch.config.budget
     if score.kind == "page_minmax":
         return PlaneSpec(page_minmax=True, logical_page=score.logical_page)
+    if score.kind == "page_mean":
+        bounds = budget.kind == "mass" and budget.estimator == "upper_bound"
+        return PlaneSpec(page_mean=True, page_minmax=bounds, logical_page=score.logical_page)
     if score.kind == "key_sketch":
         return PlaneSpec(key_sketch=score.storage)
     return PlaneSpec()

@@ -80,8 +80,8 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
     if asked.budget is None:
         return DEFAULT
     _check_range(asked.budget, config)
-    # A share may be given as 1, tokens never as 1.0.
-    return RequestOptions(budget=config.budget.asked(asked.budget))  # type: ignore[arg-type]
+    # A share may be given as 1, tokens never as 1.0; kinds that cannot be asked for were refused.
+    return RequestOptions(budget=config.budget.asked(asked.budget))  # type: ignore[arg-type, union-attr]
 
 
 def _range_text(config: SparseConfig) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from sglang_sparse_kernels.planes import SKETCH_DTYPES, SketchFormat
 
 ALLOWED_PAGE_SIZES: Final = (16, 32, 64)
-ALLOWED_LOGICAL_PAGES: Final = (16,)
+ALLOWED_LOGICAL_PAGES: Final = (16, 32, 64)
 ALLOWED_KV_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -27,7 +27,9 @@ class PlaneSpec:
     Attributes:
         page_minmax: keep `page_min` and `page_max`, each `[L, pages * P // logical_page, H, D]` in
             the dtype of K.
-        logical_page: tokens that one min/max entry covers; divides the physical page size P.
+        page_mean: keep `page_mean_low` and `page_mean_high`, of the same shape and dtype: the ends
+            of each logical page's cuboid-mean digest.
+        logical_page: tokens that an entry of these covers; divides the physical page size P.
         key_sketch: element type of the dimension-major `key_sketch`, `[L, pages, H, D, P]`, or None
             for no sketch. `"int8"` adds `key_sketch_scale`, float32 `[L, pages, H, P]`.
 
@@ -36,6 +38,7 @@ class PlaneSpec:
     """
 
     page_minmax: bool = False
+    page_mean: bool = False
     logical_page: int = 16
     key_sketch: SketchFormat | None = None
 
@@ -52,7 +55,7 @@ class PlaneSpec:
     @property
     def is_empty(self) -> bool:
         """True when no plane is kept."""
-        return not self.page_minmax and self.key_sketch is None
+        return not (self.page_minmax or self.page_mean) and self.key_sketch is None
 
     @property
     def sketch_dtype(self) -> torch.dtype | None:
@@ -70,7 +73,7 @@ class PlaneSpec:
                 f"--page-size is {page_size}; the KV planes allow {_listing(ALLOWED_PAGE_SIZES)}: "
                 "start with --page-size 64"
             )
-        if page_size % self.logical_page:
+        if (self.page_minmax or self.page_mean) and page_size % self.logical_page:
             raise ValueError(
                 f"logical_page is {self.logical_page}; it must divide --page-size {page_size}"
             )
@@ -97,7 +100,7 @@ class PlaneSpec:
             head_num: KV heads local to the tensor-parallel rank.
             head_dim: channels a head.
             page_size: tokens a physical page (P).
-            kv_dtype: dtype of the K rows; also that of `page_min` and `page_max`.
+            kv_dtype: dtype of the K rows; also that of the planes of logical pages.
 
         Raises:
             ValueError: page size or dtype not allowed.
@@ -106,8 +109,9 @@ class PlaneSpec:
         self.validate_kv_dtype(kv_dtype)
         row = head_num * head_dim
         total = 0
-        if self.page_minmax:
-            total += 2 * (page_size // self.logical_page) * row * kv_dtype.itemsize
+        pairs = int(self.page_minmax) + int(self.page_mean)
+        if pairs:
+            total += pairs * 2 * (page_size // self.logical_page) * row * kv_dtype.itemsize
         if self.sketch_dtype is not None:
             total += page_size * row * self.sketch_dtype.itemsize
         if self.key_sketch == "int8":

@@ -94,6 +94,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             head_dim=self.head_dim,
             kv_dtype=self.store_dtype,
             page_minmax=self.plane_spec.page_minmax,
+            page_mean=self.plane_spec.page_mean,
             key_sketch=self.plane_spec.key_sketch,
             logical_page=self.plane_spec.logical_page,
             device=self.device,

@@ -10,6 +10,7 @@ so no selection of this step needs its plane entry.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from sglang_sparse.backend.counters import DecodeCounters
 from sglang_sparse.backend.prefill import SparsePrefill, TileBatch
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
+from sglang_sparse.backend.progressive import ProgressiveBuffers, most_rows
 from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.backend.selection import (
     MOST_KEPT_BYTES,
@@ -89,6 +91,7 @@ class SparseAttentionBackend(AttentionBackend):
         pool = self.token_to_kv_pool
         layers = selecting_layers(self.config, pool.start_layer, pool.end_layer)
         self.buffers = self._allocate_buffers(runner)
+        self.progressive = self._allocate_progressive(runner, layers)
         graphs = self.captures_graphs = compat.captures_decode(runner.server_args)
         self.probe = FidelityProbe.from_environment(graphs=graphs)
         self.programs = compile_programs(
@@ -100,6 +103,7 @@ class SparseAttentionBackend(AttentionBackend):
             _first_kv_head(runner),
             self.impl,
             self.probe,
+            self.progressive,
         )
         choice = self.config.prefill
         self.prefill = (
@@ -127,7 +131,7 @@ class SparseAttentionBackend(AttentionBackend):
 
     def _allocate_buffers(self, runner: ModelRunner) -> SelectionBuffers:
         pool = self.token_to_kv_pool
-        query_heads = runner.model_config.num_attention_heads // get_parallel().attn_tp_size
+        query_heads = self._query_heads(runner)
         limits = Limits.of(
             self.config,
             max_context=self.req_to_token_pool.req_to_token.shape[1],
@@ -135,6 +139,15 @@ class SparseAttentionBackend(AttentionBackend):
             query_heads=query_heads,
             max_rows=self._request_slots,
         )
+        rows = most_rows(
+            self.config,
+            limits.capacity_units,
+            query_heads=query_heads,
+            kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+        )
+        if rows is not None:
+            limits = replace(limits, rows_a_pass=min(rows, limits.rows_a_pass))
         sets = kept_sets(self.config, range(pool.start_layer, pool.end_layer))
         kept = kept_bytes(limits, sets=sets, request_slots=self._request_slots)
         if kept > MOST_KEPT_BYTES:
@@ -168,6 +181,25 @@ class SparseAttentionBackend(AttentionBackend):
             impl=self.impl,
             device=self.device,
         )
+
+    def _allocate_progressive(
+        self, runner: ModelRunner, layers: list[int]
+    ) -> ProgressiveBuffers | None:
+        if self.config.budget.kind != "mass":
+            return None
+        return ProgressiveBuffers(
+            self.config.budget,
+            self.buffers,
+            unit=self.config.unit,
+            layers=layers,
+            query_heads=self._query_heads(runner),
+            head_dim=self.token_to_kv_pool.head_dim,
+        )
+
+    @staticmethod
+    def _query_heads(runner: ModelRunner) -> int:
+        """Query heads of this rank."""
+        return int(runner.model_config.num_attention_heads // get_parallel().attn_tp_size)
 
     @property
     def inner(self) -> AttentionBackend:
@@ -432,6 +464,8 @@ class SparseAttentionBackend(AttentionBackend):
         plans = {id(plan): plan for plan in (self._eager_plan, self._graph_plan) if plan}
         tables = sum(plan.page_table.nbytes for plan in plans.values())
         return self.buffers.nbytes() + scorers + tables + self.requests.nbytes()
+        progressive = 0 if self.progressive is None else self.progressive.nbytes()
+        return self.buffers.nbytes() + progressive + scorers + tables
 
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from sglang_sparse.backend.probe import FidelityProbe
-from sglang_sparse.backend.scorers import (
-    ExactScorer,
-    KeySketchScorer,
-    PageMinMaxScorer,
-    Scorer,
+from sglang_sparse.backend.progressive import (
+    Progression,
+    ProgressiveBuffers,
+    compile_progression,
 )
+from sglang_sparse.backend.scorers import ExactScorer, KeySketchScorer, PageScorer, Scorer
 from sglang_sparse.backend.selection import SelectionBuffers, passes
 from sglang_sparse.checks import refuse
 from sglang_sparse.config import Role, SparseConfig
@@ -35,6 +35,8 @@ class SelectAndAttend:
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
         layer: its global id.
         probe: compares with dense attention, or None.
+        progression: selects and attends until a share of the mass is reached; None for a budget of
+            tokens.
         k_buffer, v_buffer: [slots, kv_heads, head_dim] of this layer.
     """
 
@@ -53,6 +55,7 @@ class SelectAndAttend:
     impl: Impl
     layer: int
     probe: FidelityProbe | None
+    progression: Progression | None = None
 
     @property
     def role(self) -> str:
@@ -79,25 +82,38 @@ class SelectAndAttend:
         for run, rows in passes(plan, self.buffers.limits.rows_a_pass):
             lists = self.buffers.list_plan(rows)
             if self.scorer is not None:
-                self._select(self.scorer, q[run], rows, lists, scaling, logit_cap)
+                self._score(self.scorer, q[run], rows, scaling, logit_cap)
+                if self.progression is None:
+                    self._select(lists)
+                else:
+                    self.progression.run(
+                        q[run],
+                        rows,
+                        lists,
+                        self.buffers,
+                        out[run],
+                        scaling=scaling,
+                        logit_cap=logit_cap,
+                    )
             if self.dense:
                 continue
-            gathered_decode_attention(
-                q[run],
-                self.k_buffer,
-                self.v_buffer,
-                lists,
-                self.indices,
-                self.counts,
-                unit=self.unit,
-                page_size=self.page_size,
-                sm_scale=scaling,
-                logit_cap=logit_cap,
-                head_map=self.head_map,
-                out=out[run],
-                workspace=self.buffers.attention,
-                impl=self.impl,
-            )
+            if self.progression is None:
+                gathered_decode_attention(
+                    q[run],
+                    self.k_buffer,
+                    self.v_buffer,
+                    lists,
+                    self.indices,
+                    self.counts,
+                    unit=self.unit,
+                    page_size=self.page_size,
+                    sm_scale=scaling,
+                    logit_cap=logit_cap,
+                    head_map=self.head_map,
+                    out=out[run],
+                    workspace=self.buffers.attention,
+                    impl=self.impl,
+                )
             if self.probe is not None:
                 mapped = slice(None) if self.head_map is None else self.head_map.long()
                 self.probe.observe(
@@ -116,27 +132,28 @@ class SelectAndAttend:
                 )
         return out
 
-    def _select(
+    def _score(
         self,
         scorer: Scorer,
         q: torch.Tensor,
         rows: DecodePlan,
-        lists: DecodePlan,
         scaling: float,
         logit_cap: float,
     ) -> None:
         scores = self.buffers.scores[: rows.num_rows]
-        topk = self.buffers.topk.rows(rows.num_rows)
-        scorer.score(q, rows, scores, topk.block_max, scaling=scaling, logit_cap=logit_cap)
+        block_max = self.buffers.topk.rows(rows.num_rows).block_max
+        scorer.score(q, rows, scores, block_max, scaling=scaling, logit_cap=logit_cap)
+
+    def _select(self, lists: DecodePlan) -> None:
         select_topk(
-            scores,
+            self.buffers.scores[: lists.num_rows],
             lists,
             unit=self.unit,
             sink=self.sink,
             recent=self.recent,
             out_indices=self.indices,
             out_counts=self.counts,
-            workspace=topk,
+            workspace=self.buffers.topk.rows(lists.num_rows),
             has_block_max=True,
             impl=self.impl,
         )
@@ -156,6 +173,7 @@ def compile_programs(
     first_head: int,
     impl: Impl,
     probe: FidelityProbe | None,
+    progressive: ProgressiveBuffers | None = None,
 ) -> dict[int, SelectAndAttend]:
     """One program for each layer that selects or attends to a selection, by global layer id.
 
@@ -168,6 +186,7 @@ def compile_programs(
         first_head: global id of this rank's first KV head.
         impl: kernels or their references.
         probe: see :mod:`sglang_sparse.backend.probe`.
+        progressive: what layers share under a budget of mass, else None.
 
     Raises:
         ConfigError: a layer attends to the selection of one that another process runs.
@@ -205,6 +224,9 @@ def compile_programs(
             impl=impl,
             layer=layer,
             probe=probe,
+            progression=None
+            if progressive is None or not role.selects
+            else compile_progression(config, pool, buffers, progressive, layers, layer, impl),
         )
     return programs
 
@@ -241,24 +263,27 @@ def _scorer(
             workspace=buffers.exact,
             impl=impl,
         )
-    if score.kind == "page_minmax":
-        assert planes.page_min is not None
-        assert planes.page_max is not None
-        return PageMinMaxScorer(
-            page_min=planes.page_min[local],
-            page_max=planes.page_max[local],
-            unit=score.logical_page,
-            page_size=pool.page_size,
+    if score.kind == "key_sketch":
+        assert planes.key_sketch is not None
+        shape = (request_slots, pool.head_num, score.channels)
+        scale = planes.key_sketch_scale
+        return KeySketchScorer(
+            key_sketch=planes.key_sketch[local],
+            scale=None if scale is None else scale[local],
+            channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
             reduce=score.reduce,
             impl=impl,
         )
-    assert planes.key_sketch is not None
-    shape = (request_slots, pool.head_num, score.channels)
-    scale = planes.key_sketch_scale
-    return KeySketchScorer(
-        key_sketch=planes.key_sketch[local],
-        scale=None if scale is None else scale[local],
-        channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
+    low, high = planes.page_min, planes.page_max
+    if score.kind == "page_mean":
+        low, high = planes.page_mean_low, planes.page_mean_high
+    assert low is not None
+    assert high is not None
+    return PageScorer(
+        low=low[local],
+        high=high[local],
+        unit=score.logical_page,
+        page_size=pool.page_size,
         reduce=score.reduce,
         impl=impl,
     )

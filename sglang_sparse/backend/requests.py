@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.config import FractionBudget, SparseConfig, TokenBudget
+from sglang_sparse.config import FractionBudget, MassBudget, SparseConfig, TokenBudget
 from sglang_sparse.launch import launch_of
 from sglang_sparse.request_options import parse
 from sglang_sparse_kernels.plan import DENSE_REQUEST, budget_row
@@ -42,7 +42,7 @@ class RequestTable:
         self.prefill_dense: list[bool] = []
 
     @staticmethod
-    def _row(budget: TokenBudget | FractionBudget) -> tuple[int, int]:
+    def _row(budget: TokenBudget | FractionBudget | MassBudget) -> tuple[int, int]:
         return budget_row(budget.floor, budget.fraction)
 
     def admit(self, reqs: Sequence[Any], slots: torch.Tensor) -> None:

@@ -43,17 +43,17 @@ class Scorer(Protocol):
 
 
 @dataclass(frozen=True)
-class PageMinMaxScorer:
-    """Upper bound of q.k over a logical page, from its channel-wise minimum and maximum.
+class PageScorer:
+    """Largest q.k over a cuboid of each logical page: its bounds, or its cuboid-mean digest.
 
     Attributes:
-        page_min, page_max: [logical pages, kv_heads, head_dim] of this layer.
+        low, high: [logical pages, kv_heads, head_dim] of this layer, ends of the cuboids.
         unit: tokens a logical page.
         reduce: how the query heads of a group are joined.
     """
 
-    page_min: torch.Tensor
-    page_max: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
     unit: int
     page_size: int
     reduce: Reduce
@@ -74,8 +74,8 @@ class PageMinMaxScorer:
     ) -> None:
         page_minmax_score(
             q,
-            self.page_min,
-            self.page_max,
+            self.low,
+            self.high,
             plan,
             unit=self.unit,
             page_size=self.page_size,

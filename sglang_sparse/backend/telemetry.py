@@ -30,6 +30,11 @@ class LayerCounters:
         self.layers = tuple(layers)
         shape = (len(self.layers), len(self.names))
         self.tensor = torch.zeros(shape, dtype=torch.int64, device=device)
+        on_gpu = self.tensor.is_cuda
+        self._host = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._asked = False
+        self._latest: dict[int, dict[str, int]] | None = None
 
     def row(self, layer: int) -> torch.Tensor:
         """int64 [names], the view that the kernels of ``layer`` add to."""
@@ -37,7 +42,25 @@ class LayerCounters:
 
     def read(self) -> dict[int, dict[str, int]]:
         """The sums by layer and name. One copy to the host: it waits for the device."""
-        rows = self.tensor.tolist()
+        return self._named(self.tensor)
+
+    def poll(self) -> dict[int, dict[str, int]] | None:
+        """The last sums that reached the host, None if none did yet; asks for newer ones.
+
+        Never waits: a kernel may add while they are copied, and then counts in the next ones.
+        """
+        done = self._asked and (self._copied is None or self._copied.query())
+        if done:
+            self._latest = self._named(self._host)
+        if done or not self._asked:
+            self._host.copy_(self.tensor, non_blocking=True)
+            if self._copied is not None:
+                self._copied.record()
+            self._asked = True
+        return self._latest
+
+    def _named(self, sums: torch.Tensor) -> dict[int, dict[str, int]]:
+        rows = sums.tolist()
         return {
             layer: dict(zip(self.names, row, strict=True))
             for layer, row in zip(self.layers, rows, strict=True)

@@ -139,8 +139,34 @@ class PageMinMax(Choice):
     """Upper bound of q·k over a logical page, from its channel-wise key min and max (Quest)."""
 
     kind: Literal["page_minmax"] = "page_minmax"
-    logical_page: Literal[16] = Field(
+    logical_page: PageSize = Field(
         default=16, description="Tokens that share one min/max pair and are selected together."
+    )
+    reduce: Literal["max", "sum"] = Field(
+        default="max", description="How the query heads of one KV head pool their scores."
+    )
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are selected together."""
+        return self.logical_page
+
+    def lists(self, kv_heads: int) -> int:
+        """Return how many lists a layer of `kv_heads` KV heads has."""
+        return kv_heads
+
+    def scratch(self, group: int) -> int:
+        """Return the fp32 scratch a unit and KV head, for `group` query heads a KV head."""
+        return 0
+
+
+class PageMean(Choice):
+    """ArkVale's cuboid-mean estimate of the largest q·k over a block (PSA, section 3.1)."""
+
+    kind: Literal["page_mean"] = "page_mean"
+    logical_page: PageSize = Field(
+        default=32,
+        description="Tokens of a block: they share one digest and are selected together.",
     )
     reduce: Literal["max", "sum"] = Field(
         default="max", description="How the query heads of one KV head pool their scores."
@@ -244,6 +270,11 @@ class TokenBudget(Choice):
         return self
 
     @property
+    def amount(self) -> int:
+        """The number that names this budget in a list."""
+        return self.tokens
+
+    @property
     def largest(self) -> TokenBudget:
         """The budget at the most that a request may ask for; buffers are sized for it."""
         return TokenBudget(tokens=self.max_tokens or self.tokens)
@@ -288,6 +319,11 @@ class FractionBudget(Choice):
         return self
 
     @property
+    def amount(self) -> float:
+        """The number that names this budget in a list."""
+        return self.fraction
+
+    @property
     def largest(self) -> FractionBudget:
         """The budget at the most that a request may ask for; buffers are sized for it."""
         return self.asked(self.max_fraction or self.fraction)
@@ -299,6 +335,60 @@ class FractionBudget(Choice):
     def asked(self, value: float) -> FractionBudget:
         """Return the budget of a request that asks for the share `value`; the floor stays."""
         return FractionBudget(fraction=float(value), floor=self.floor)
+
+
+class MassBudget(Choice):
+    """As much as it takes to reach a share of the attention mass (PSA, section 3.2).
+
+    Units are attended to in the order of their scores, a microbatch at a time, until the estimated
+    share of the mass that was reached is at least `epsilon`.
+    """
+
+    kind: Literal["mass"] = "mass"
+    epsilon: float = Field(
+        gt=0.0, le=1.0, description="Share of the attention mass to reach; at 1 only the cap ends."
+    )
+    cap: int = Field(
+        ge=1,
+        le=MAX_COUNT,
+        description="Most selected tokens, sinks and recent ones among them; hits are counted.",
+    )
+    microbatch: Literal[16, 32, 64, 128] = Field(
+        default=128, description="Tokens attended to between two looks at the share."
+    )
+    estimator: Literal["observed_min", "upper_bound"] = Field(
+        default="observed_min",
+        description="What the units that are left may hold: each the smallest mass seen so far, or "
+        "what its key bounds allow, which never makes the share too large.",
+    )
+    share: Literal["min", "mean"] = Field(
+        default="min",
+        description="Share of the query heads of one KV head: the smallest, or their mean.",
+    )
+
+    @property
+    def amount(self) -> float:
+        """The number that names this budget in a list."""
+        return self.epsilon
+
+    @property
+    def largest(self) -> MassBudget:
+        """The largest budget of a request: all have the same."""
+        return self
+
+    def request_range(self, least_tokens: int) -> None:
+        """Return that a request may not ask for a budget of its own."""
+        return
+
+    @property
+    def floor(self) -> int:
+        """Fewest tokens to rank: as many as may be attended to."""
+        return self.cap
+
+    @property
+    def fraction(self) -> float:
+        """Share of the context to rank; 0 because the cap is all floor."""
+        return 0.0
 
 
 class RetrievalHeads(Choice):
@@ -345,12 +435,12 @@ class TilePrefill(Choice):
 
 
 Layers = Annotated[EveryLayer | FirstDense | Anchors, Field(discriminator="kind")]
-Score = Annotated[PageMinMax | KeySketch | Exact, Field(discriminator="kind")]
-Budget = Annotated[TokenBudget | FractionBudget, Field(discriminator="kind")]
+Score = Annotated[PageMinMax | PageMean | KeySketch | Exact, Field(discriminator="kind")]
+Budget = Annotated[TokenBudget | FractionBudget | MassBudget, Field(discriminator="kind")]
 Prefill = Annotated[DensePrefill | TilePrefill, Field(discriminator="kind")]
 
 
-def budget_tokens(budget: TokenBudget | FractionBudget, context_len: int) -> int:
+def budget_tokens(budget: Budget, context_len: int) -> int:
     """Return how many tokens `budget` keeps of a context of `context_len` tokens."""
     # In integers, as on the device: a float product could differ by one token from what is planned.
     share = context_len * round(budget.fraction * MILLION)

@@ -19,6 +19,7 @@ from sglang_sparse.config.axes import (
     FirstDense,
     KeySketch,
     Layers,
+    MassBudget,
     PageSize,
     Prefill,
     RetainAll,
@@ -29,6 +30,11 @@ from sglang_sparse.config.axes import (
     budget_tokens,
 )
 from sglang_sparse.config.errors import InvalidConfig
+
+# The key of each budget that says how much a list holds at least.
+_LEAST_KEYS = {"tokens": "tokens", "fraction": "floor", "mass": "cap"}
+# Every ranked unit is compared with every other.
+MOST_RANKED_UNITS = 4096
 
 
 class Geometry(Choice):
@@ -145,10 +151,21 @@ class SparseConfig(Choice):
 
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
+        self._check_page_holds_whole_units()
         self._check_budget_holds_forced_tokens()
+        if isinstance(self.budget, MassBudget):
+            self._check_mass(self.budget)
         if self.model is not None:
             check_fits(self, self.model)
         return self
+
+    def _check_page_holds_whole_units(self) -> None:
+        if self.page_size % self.unit:
+            raise InvalidConfig(
+                f"score.logical_page {self.unit} does not divide page_size {self.page_size}",
+                allowed=f"page_size a multiple of score.logical_page {self.unit}",
+                remedy="raise page_size, or lower score.logical_page",
+            )
 
     def _check_budget_holds_forced_tokens(self) -> None:
         if isinstance(self.prefill, TilePrefill):
@@ -163,13 +180,42 @@ class SparseConfig(Choice):
         least = self.least_tokens
         if self.budget.floor >= least:
             return
-        key = "budget.tokens" if self.budget.kind == "tokens" else "budget.floor"
+        key = f"budget.{_LEAST_KEYS[self.budget.kind]}"
         raise InvalidConfig(
             f"{key} {self.budget.floor} cannot hold sink_tokens {self.sink_tokens} and "
             f"recent_tokens {self.recent_tokens} in units of {self.unit}, and one unit more",
             allowed=f"{key} of at least {least}",
             remedy=f"raise {key}, or lower sink_tokens or recent_tokens",
         )
+
+    def _check_mass(self, budget: MassBudget) -> None:
+        if budget.microbatch % self.unit:
+            raise InvalidConfig(
+                f"budget.microbatch {budget.microbatch} is no whole number of units of {self.unit}",
+                allowed=f"budget.microbatch a multiple of {self.unit}, at most 128",
+                remedy="raise budget.microbatch, or lower score.logical_page",
+            )
+        if budget.cap > MOST_RANKED_UNITS * self.unit:
+            raise InvalidConfig(
+                f"budget.cap {budget.cap} ranks more than {MOST_RANKED_UNITS} units of {self.unit}",
+                allowed=f"budget.cap of at most {MOST_RANKED_UNITS * self.unit}",
+                remedy="lower budget.cap, or score pages of more tokens",
+            )
+        if budget.estimator == "observed_min":
+            return
+        if self.score.kind not in ("page_minmax", "page_mean"):
+            raise InvalidConfig(
+                f"budget.estimator upper_bound needs bounds of pages, score is {self.score.kind}",
+                allowed="budget.estimator upper_bound with score page_minmax or page_mean",
+                remedy="set budget.estimator to observed_min",
+            )
+        if self.cadence.every > 1:
+            raise InvalidConfig(
+                f"budget.estimator upper_bound bounds scored pages, cadence.every "
+                f"{self.cadence.every} scores them at some steps alone",
+                allowed="cadence.every 1 with budget.estimator upper_bound",
+                remedy="set cadence.every to 1, or budget.estimator to observed_min",
+            )
 
 
 def check_fits(config: SparseConfig, geometry: Geometry) -> None:

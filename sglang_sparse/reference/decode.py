@@ -10,20 +10,34 @@ from torch import Tensor
 
 from sglang_sparse.reference.model import Attend, ReferenceModel, rope_tables
 from sglang_sparse.reference.policies import (
+    PLANES,
     WINDOW,
     Cache,
+    Kind,
     Policy,
     attend,
+    kept_share,
     layer_mask,
-    page_planes,
     window_mask,
 )
 
-PAGE = 16
+PAGE = 64  # no policy's page is larger
+
+Planes = tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """Prompts prefilled once, decoded from there as often as one likes."""
+    """Prompts prefilled once, decoded from there as often as one likes.
+
+    Attributes:
+        touched: ``[layers]``, the part of the KV that each layer attended to in the last replies:
+            mean over KV heads, and over the steps of rows whose reply was not over.
+        tokens: ``[layers]``, the same in tokens.
+        shares: A list to fill with the true share of the attention that each sparse step of a
+            layer reached, ``[rows, kv_heads]``, the smallest of a group; None for not at all.
+    """
+
+    shares: list[Tensor] | None = None
 
     def __init__(
         self,
@@ -57,8 +71,7 @@ class Decoder:
                 firsts.append(self._prefill(prompts[start : start + rows], start))
             self.first = torch.cat(firsts)
         self.k8 = self.k.to(torch.float8_e4m3fn).to(self.dtype)
-        planes = [page_planes(k, self.prompt_lengths, PAGE) for k in self.k]
-        self.prefix_planes = tuple(torch.stack(p) for p in zip(*planes, strict=True))
+        self._prefix_planes: dict[tuple[Kind, int], list[Planes]] = {}
 
     def _prefill(self, prompts: Sequence[Sequence[int]], start: int) -> Tensor:
         longest = max(map(len, prompts))
@@ -87,21 +100,47 @@ class Decoder:
         """
         tokens, lengths = self.first.clone(), self.prompt_lengths.clone()
         out = [tokens]
-        self.low, self.high = (p.clone() for p in self.prefix_planes)
+        self.planes = [(low.clone(), high.clone()) for low, high in self._planes_of(policy)]
         over = tokens == end
+        layers = self.model.config.layers
+        sums = torch.zeros(3, layers, dtype=torch.float64, device=self.device)
         for _ in range(self.room - 1):
             if bool(over.all()):
                 break
-            tokens = self._step(tokens, lengths, policy, cut)
+            kept: list[Tensor] = []
+            tokens = self._step(tokens, lengths, policy, cut, kept)
+            count = torch.stack(kept)[:, ~over].double()  # [layers, rows]
+            sums[0] += (count / (lengths + 1)[~over]).sum(1)
+            sums[1] += count.sum(1)
+            sums[2] += count.shape[1]
             lengths = lengths + 1
             over |= tokens == end
             out.append(tokens)
+        self.touched, self.tokens = sums[0] / sums[2], sums[1] / sums[2]
         replies = []
         for row in torch.stack(out, dim=1).tolist():
             replies.append(row[: row.index(end)] if end in row else row)
         return replies
 
-    def _step(self, tokens: Tensor, lengths: Tensor, policy: Policy, cut: Tensor | None) -> Tensor:
+    def _planes_of(self, policy: Policy) -> list[Planes]:
+        """Planes of the prompts that ``policy`` scores with, one pair a layer; made once."""
+        if policy.kind not in PLANES:
+            return []
+        key = (policy.kind, policy.page)
+        if key not in self._prefix_planes:
+            make = PLANES[policy.kind]
+            planes = [make(k, self.prompt_lengths, policy.page) for k in self.k]
+            self._prefix_planes[key] = planes
+        return self._prefix_planes[key]
+
+    def _step(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        policy: Policy,
+        cut: Tensor | None,
+        kept: list[Tensor],
+    ) -> Tensor:
         model, c = self.model, self.model.config
         cos, sin = (t[lengths].to(self.dtype) for t in self.tables)
         x = model.embed(tokens, self.dtype)
@@ -113,19 +152,29 @@ class Decoder:
             layer = model.layer(index)
             q, k, v = layer.project(x, cos, sin)
             self._write(index, rows, lengths, k, v)
-            cache = Cache(
-                self.k[index], self.v[index], self.k8[index], (self.low[index], self.high[index])
-            )
+            planes = self.planes[index] if self.planes else None
+            if planes is not None:
+                self._update(planes, policy, index, rows, lengths)
+            cache = Cache(self.k[index], self.v[index], self.k8[index], planes)
             mask, chosen = layer_mask(policy, index, q, cache, now, chosen)
             if cut is not None:
                 mask = mask & (window[:, None] | ~cut[index][None, :, None])
+            kept.append(mask.sum(-1).double().mean(1))
+            sparse = policy.kind != "dense" and index >= policy.dense_layers
+            if self.shares is not None and sparse:
+                self.shares.append(kept_share(q, cache.k, now, mask).amin(2))
             x = layer.finish(x, attend(q, cache, mask))
         return model.logits(x).argmax(-1)
 
     def _write(self, index: int, rows: Tensor, at: Tensor, k: Tensor, v: Tensor) -> None:
         self.k[index, rows, :, at], self.v[index, rows, :, at] = k, v
         self.k8[index, rows, :, at] = k.to(torch.float8_e4m3fn).to(self.dtype)
-        page = at // PAGE
-        low, high = self.low[index], self.high[index]
-        low[rows, :, page] = torch.minimum(low[rows, :, page], k)
-        high[rows, :, page] = torch.maximum(high[rows, :, page], k)
+
+    def _update(self, planes: Planes, policy: Policy, index: int, rows: Tensor, at: Tensor) -> None:
+        """Make the page of position ``at`` of each row anew."""
+        page = at // policy.page
+        slots = (page * policy.page)[:, None] + torch.arange(policy.page, device=self.device)
+        keys = self.k[index][rows[:, None], :, slots].transpose(1, 2)  # [B, G, page, D]
+        ends = PLANES[policy.kind](keys, at % policy.page + 1, policy.page)
+        for plane, end in zip(planes, ends, strict=True):
+            plane[rows, :, page] = end[:, :, 0]

@@ -8,14 +8,15 @@ Caches are ``[B, G, L, D]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["dense", "window", "oracle", "sparcas", "page_minmax"]
-KINDS: tuple[Kind, ...] = ("dense", "window", "oracle", "sparcas", "page_minmax")
+Kind = Literal["dense", "window", "oracle", "sparcas", "page_minmax", "page_mean"]
+KINDS: tuple[Kind, ...] = ("dense", "window", "oracle", "sparcas", "page_minmax", "page_mean")
 Reduce = Literal["max", "sum"]
 
 
@@ -25,8 +26,10 @@ class Policy:
 
     Attributes:
         kind: ``dense``, ``window`` (sinks and recent tokens), ``oracle`` (exact top-k), ``sparcas``
-            (pruned query channels over an fp8 copy of K) or ``page_minmax`` (Quest's bound).
-        budget: Tokens kept for each KV head, sinks and recent ones included.
+            (pruned query channels over an fp8 copy of K), ``page_minmax`` (Quest's bound) or
+            ``page_mean`` (ArkVale's cuboid-mean).
+        budget: Tokens kept for each KV head, sinks and recent ones included; with ``epsilon`` the
+            most that are kept.
         sink, recent: Always kept.
         channels: Channels that SparCas scores with, for each KV head.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
@@ -35,6 +38,10 @@ class Policy:
             one attends to everything all the same.
         head_maps: For each layer, the anchor's head whose tokens each KV head takes; its own where
             there is no map.
+        epsilon: With a page kind, keep pages in the order of their scores until their estimated
+            share of the attention reaches this (PSA, algorithm 1); 0 for a fixed budget.
+        microbatch: Tokens between two looks at the share.
+        share: Share of a group: the smallest of its heads, or their mean.
     """
 
     kind: Kind = "dense"
@@ -47,6 +54,9 @@ class Policy:
     dense_layers: int = 0
     anchors: tuple[int, ...] = ()
     head_maps: tuple[tuple[int, ...], ...] = ()
+    epsilon: float = 0.0
+    microbatch: int = 32
+    share: Literal["min", "mean"] = "min"
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -113,8 +123,30 @@ def page_planes(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
     return low, high
 
 
+def page_means(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Ends of each page's cuboid-mean digest (ArkVale), ``[B, G, pages, D]``; infinite if empty."""
+    batch, groups, length, dim = k.shape
+    low, high = page_planes(k, lengths, page)
+    pages = low.shape[2]
+    padded = torch.nn.functional.pad(k, (0, 0, 0, pages * page - length))
+    valid = torch.arange(pages * page, device=k.device)[None] < lengths[:, None]
+    centre = (low.float() + high.float()) / 2
+    distance = (padded.view(batch, groups, pages, page, dim).float() - centre[:, :, :, None]).abs()
+    shown = valid.view(batch, 1, pages, page, 1)
+    mean = distance.where(shown, 0).sum(3) / shown.sum(3).clamp_min(1)
+    live = shown.any(3)
+    ends = (centre - mean).to(k.dtype), (centre + mean).to(k.dtype)
+    return low.where(~live, ends[0]), high.where(~live, ends[1])
+
+
+PLANES: dict[Kind, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
+    "page_minmax": page_planes,
+    "page_mean": page_means,
+}
+
+
 def page_scores(q: Tensor, planes: tuple[Tensor, Tensor], reduce: Reduce) -> Tensor:
-    """``[B, G, pages]``: Quest's upper bound of a product with any key of the page."""
+    """``[B, G, pages]``: largest product with a point of the page's cuboid (Quest, ArkVale)."""
     low, high = planes
     live = torch.isfinite(low[..., 0])
     low, high = low.masked_fill(~live[..., None], 0), high.masked_fill(~live[..., None], 0)
@@ -162,9 +194,13 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
     always = window_mask(length, lengths, policy.sink, policy.recent)
     if policy.kind == "window":
         return always[:, None].expand(-1, groups, -1)
-    if policy.kind == "page_minmax":
-        planes = cache.planes or page_planes(k, lengths, policy.page)
-        return _page_mask(policy, page_scores(q, planes, policy.reduce), always, valid)
+    if policy.kind in PLANES:
+        planes = cache.planes or PLANES[policy.kind](k, lengths, policy.page)
+        scores = page_scores(q, planes, policy.reduce)
+        if policy.epsilon:
+            mass = page_masses(q, k, valid, policy.page)
+            return _spread(progressive(policy, scores, mass, always, valid), policy.page, valid)
+        return _page_mask(policy, scores, always, valid)
     if policy.kind == "oracle":
         scores = oracle_scores(q, k, lengths)
     else:
@@ -193,15 +229,65 @@ def layer_mask(
     return chosen, chosen
 
 
+def _by_page(mask: Tensor, page: int) -> Tensor:
+    """``[B, pages]``: pages with a token in ``mask [B, L]``."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % page))
+    return padded.view(len(mask), -1, page).any(-1)
+
+
+def _spread(pages: Tensor, page: int, valid: Tensor) -> Tensor:
+    """``[B, G, L]``: the valid tokens of the pages in ``[B, G, pages]``."""
+    return pages.repeat_interleave(page, dim=-1)[..., : valid.shape[1]] & valid[:, None]
+
+
 def _page_mask(policy: Policy, scores: Tensor, always: Tensor, valid: Tensor) -> Tensor:
-    page, pages, length = policy.page, scores.shape[-1], always.shape[1]
+    page = policy.page
+    chosen = keep_best(scores, _by_page(always, page), _by_page(valid, page), policy.budget // page)
+    return _spread(chosen, page, valid)
 
-    def by_page(mask: Tensor) -> Tensor:
-        padded = torch.nn.functional.pad(mask, (0, pages * page - length))
-        return padded.view(-1, pages, page).any(-1)
 
-    chosen = keep_best(scores, by_page(always), by_page(valid), policy.budget // page)
-    return chosen.repeat_interleave(page, dim=-1)[..., :length] & valid[:, None]
+def page_masses(q: Tensor, k: Tensor, valid: Tensor, page: int) -> Tensor:
+    """``[B, G, group, pages]``: each page's sum of ``exp(q.k)``, over that of the largest token."""
+    scores = (logits(q, k) * q.shape[-1] ** -0.5).masked_fill(~valid[:, None, None], -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % page))
+    return padded.unflatten(-1, (-1, page)).sum(-1)
+
+
+def progressive(
+    policy: Policy, scores: Tensor, mass: Tensor, always: Tensor, valid: Tensor
+) -> Tensor:
+    """``[B, G, pages]``: the pages that PSA's algorithm 1 reaches.
+
+    Pages that hold an always kept token come first and are not in the estimate's smallest mass;
+    the others follow by score, a microbatch at a time, until the estimate reaches epsilon.
+    """
+    page = policy.page
+    forced, live = _by_page(always, page)[:, None], _by_page(valid, page)[:, None]
+    ranked = scores.masked_fill(forced, torch.inf).masked_fill(~live, -torch.inf)
+    order = ranked.argsort(dim=-1, descending=True, stable=True)
+    masses = mass.gather(-1, order[:, :, None].expand_as(mass))
+    place = torch.arange(order.shape[-1], device=order.device)
+    first, count = forced.sum(-1, keepdim=True), live.sum(-1, keepdim=True)
+    reached = masses.cumsum(-1)
+    least = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
+    rest = least * (count - place - 1).clamp_min(0)[:, :, None]
+    missing = rest / (reached + rest)
+    pooled = missing.amax(2) if policy.share == "min" else missing.mean(2)
+    looks = (place >= first) & ((place + 1 - first) % (policy.microbatch // page) == 0)
+    done = looks & (pooled <= 1 - policy.epsilon) & (policy.epsilon < 1)
+    most = torch.full_like(count, policy.budget // page).minimum(count)
+    stop = torch.where(done.any(-1, keepdim=True), done.int().argmax(-1, keepdim=True) + 1, most)
+    kept = place < stop.minimum(most)
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def kept_share(q: Tensor, k: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
+    """``[B, G, group]``: share of each query head's attention that lies in ``mask [B, G, L]``."""
+    scores = logits(q, k) * q.shape[-1] ** -0.5
+    valid = torch.arange(k.shape[2], device=k.device)[None] < lengths[:, None]
+    weights = scores.masked_fill(~valid[:, None, None], -torch.inf).softmax(-1)
+    return (weights * mask[:, :, None]).sum(-1)
 
 
 def attend(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:

@@ -21,6 +21,11 @@ OPERATED = {
     "cadence": {"every": 4},
 }
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
+WHOLE_MASS = {"budget": {"epsilon": 1.0, "cap": 32768}, "min_sparse_tokens": 64}
+SKETCH_MASS = {
+    "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
+    "min_sparse_tokens": 64,
+}
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
@@ -42,6 +47,26 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "page_minmax": (
         [*SPARSE, "page_minmax", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # A share of one is reached by nothing less than the whole context.
+    "psa-everything": (
+        [*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)],
+        {},
+    ),
+    # A share of the mass over tokens scored by a sketch, its ranking kept over four steps.
+    "mass-kept": (
+        [*SPARSE, "sparcas", "--sparse-config", json.dumps(KEPT | SKETCH_MASS)],
+        {},
+    ),
+    "psa": (
+        [
+            *SPARSE,
+            "psa",
+            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            *("--enable-metrics", "--decode-log-interval", "2"),
+            "--disable-cuda-graph",
+        ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
     # Prompts in many chunks, and a pool that three of them overfill.

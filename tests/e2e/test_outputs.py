@@ -15,7 +15,7 @@ from sglang_sparse.tasks import TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
-METHODS = ("sparcas", "page_minmax")
+METHODS = ("sparcas", "page_minmax", "psa")
 TOKENS = 8
 KV_HEADS = 4
 
@@ -49,10 +49,11 @@ def test_a_budget_above_the_context_gives_the_dense_answers(
     assert live.sparse_state()["decode_steps"]["sparse"] - before >= len(ids) * (TOKENS - 1)
 
 
+@pytest.mark.parametrize("name", ["sparcas-kept", "mass-kept"])
 def test_state_kept_across_steps_and_reused_rows_give_the_dense_answers(
-    server: Server, prompts: list[list[int]], dense_answers: list[list[int]]
+    server: Server, prompts: list[list[int]], dense_answers: list[list[int]], name: str
 ) -> None:
-    live = server("sparcas-kept")
+    live = server(name)
     ids = prompts
     # More requests than rows: a row's next owner must not see what the last one selected.
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == dense_answers
@@ -124,13 +125,81 @@ def test_chunked_prompts_answer_like_whole_ones(server: Server, prompts: list[li
     )
 
 
-def test_batch_neighbours_do_not_change_answers(server: Server, prompts: list[list[int]]) -> None:
-    live = server("sparcas")
+@pytest.mark.parametrize("name", ["sparcas", "psa"])
+def test_batch_neighbours_do_not_change_answers(
+    server: Server, prompts: list[list[int]], name: str
+) -> None:
+    live = server(name)
     # Mixed lengths, and one that is short enough to run dense in the same batch.
     ids = [prompts[i] for i in (0, 7, 14)] + [prompts[3][:40]]
     alone = answers_one_by_one(live, ids)
     live.flush()
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == alone
+
+
+def test_rows_of_one_batch_stop_at_very_different_depths(
+    server: Server, suite: TaskSuite, prompts: list[list[int]]
+) -> None:
+    live = server("psa")
+    # Few pages hold what a needle's question needs; counting words needs many.
+    words = suite.samples("common_words", length=3500, count=1, seed=3)[0].prompt_ids
+    ids = [prompts[0], words, prompts[12][:300]]
+    reached, alone = [], []
+    for prompt in ids:
+        before = progress(live)
+        alone += answers_one_by_one(live, [prompt])
+        reached.append(change(before, progress(live)))
+    live.flush()
+    before = progress(live)
+    assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == alone
+    together = change(before, progress(live))
+    depths = [seen["blocks"] / seen["pairs"] for seen in reached]
+    assert max(depths) > 3 * min(depths)
+    # One long row does not make the others go on: the batch attends to what its rows do alone.
+    for name in ("pairs", "domain_blocks", "blocks"):
+        alone_sum = sum(seen[name] for seen in reached)
+        assert abs(together[name] - alone_sum) <= 0.01 * alone_sum, name
+    assert all(0.95 <= seen["share_millionths"] / seen["pairs"] / 1e6 <= 1 for seen in reached)
+
+
+def test_what_was_reached_is_logged_and_exported(server: Server, prompts: list[list[int]]) -> None:
+    live = server("psa")
+    answers_one_by_one(live, prompts[:1])
+    layers = live.sparse_state()["progress"]  # publishes what was counted
+    lines = live.call("/metrics").splitlines()
+    for layer, sums in layers.items():
+        for name in ("blocks", "share_millionths", "cap_hits"):
+            found = [
+                line
+                for line in lines
+                if line.startswith(f"sglang_sparse:mass_{name}_total{{")
+                and f'layer="{layer}"' in line
+            ]
+            assert [float(line.rsplit(" ", 1)[1]) for line in found] == [sums[name]], (layer, name)
+    attended = [
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("sglang_sparse:kv_tokens_attended_total") and 'role="select"' in line
+    ]
+    blocks = sum(sums["blocks"] for sums in layers.values()) / KV_HEADS
+    lists = sum(sums["pairs"] for sums in layers.values()) / KV_HEADS
+    # Blocks of 32 tokens, the last of them partly filled, and the token being decoded.
+    assert abs(attended[0] - 32 * blocks) <= 32 * lists
+    assert "Sparse decode, #lists: " in live.log.read_text()
+
+
+def progress(live: LiveServer) -> dict[str, int]:
+    """What progressive attention has counted, summed over layers."""
+    totals: dict[str, int] = {}
+    for layer in live.sparse_state()["progress"].values():
+        for name, count in layer.items():
+            totals[name] = totals.get(name, 0) + count
+    return totals
+
+
+def change(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    """What was counted in between."""
+    return {name: count - before[name] for name, count in after.items()}
 
 
 def test_answers_survive_eviction_and_reuse_of_their_pages(

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SGLANG = str(Path(sys.executable).with_name("sglang"))
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
+PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 # Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
 DRIVER = """
@@ -90,6 +91,22 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "budget below what is always kept": (
         [*SPARSE, "--sparse-config", '{"budget": {"kind": "tokens", "tokens": 20}}'],
         ["--sparse-config", "budget.tokens", "at least"],
+    ),
+    "a share of the mass above one": (
+        [*PSA, "--sparse-config", '{"budget": {"epsilon": 1.5}}'],
+        ["--sparse-config", "budget.epsilon is 1.5", "less than or equal to 1"],
+    ),
+    "no share of the mass": (
+        [*PSA, "--sparse-config", '{"budget": {"epsilon": 0.0}}'],
+        ["--sparse-config", "budget.epsilon is 0.0", "greater than 0"],
+    ),
+    "blocks that do not divide the page": (
+        [*PSA, "--sparse-config", '{"page_size": 16}'],
+        ["--sparse-config", "score.logical_page 32 does not divide page_size 16"],
+    ),
+    "a cap under the sink and recent pages": (
+        [*PSA, "--sparse-config", '{"budget": {"cap": 64}}'],
+        ["--sparse-config", "budget.cap 64 cannot hold", "at least 128"],
     ),
     "another model's geometry": (
         [*SPARSE, "--sparse-config", json.dumps({"model": GEOMETRY})],

@@ -13,10 +13,17 @@ from sglang_sparse.reference.policies import (
     Policy,
     attend,
     attend_mask,
+    kept_share,
+    page_means,
     page_planes,
 )
 from sglang_sparse_kernels.attend.reference import gathered_decode_attention_reference
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.planes import cuboid_mean
+from sglang_sparse_kernels.progressive.reference import (
+    progressive_decode_attention_reference,
+    rank_units_reference,
+)
 from sglang_sparse_kernels.score.reference import (
     page_minmax_score_reference,
     select_channels_reference,
@@ -107,6 +114,64 @@ def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
     cache = Cache(k, v)
     mask = attend_mask(policy, q, cache, lengths)
     torch.testing.assert_close(attend(q, cache, mask), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_page_means_are_the_kernels_digests(step) -> None:
+    _, k, _ = step
+    lengths = torch.tensor([LENGTH, 130])
+    low, high = page_means(k, lengths, 32)
+    for row, length in enumerate(lengths.tolist()):
+        pages = -(-length // 32)
+        padded = torch.nn.functional.pad(k[row, :, :length], (0, 0, 0, pages * 32 - length))
+        keys = padded.unflatten(1, (pages, 32)).permute(1, 2, 0, 3)
+        written = torch.arange(pages * 32).view(pages, 32) < length
+        for got, want in zip((low, high), cuboid_mean(keys, written), strict=True):
+            torch.testing.assert_close(got[row, :, :pages].transpose(0, 1), want)
+            assert torch.isinf(got[row, :, pages:]).all()
+
+
+@pytest.mark.parametrize("share", ["min", "mean"])
+@pytest.mark.parametrize("epsilon", [0.6, 0.9, 1.0])
+def test_a_share_of_the_mass_stops_as_the_kernels_references(
+    step, share: str, epsilon: float
+) -> None:
+    q, k, v = step
+    lengths, unit = torch.full((ROWS,), LENGTH), PAGE
+    units = -(-LENGTH // unit)
+    planes = page_means(k, lengths, unit)
+    scores = torch.zeros(ROWS, GROUPS, LENGTH)
+    plan = plan_of(units)
+    page_minmax_score_reference(
+        q, *(end.transpose(1, 2).flatten(0, 1) for end in planes), plan,
+        unit=unit, page_size=PAGE, reduce="max", out=scores,
+    )  # fmt: skip
+    always = {"unit": unit, "sink": SINK, "recent": RECENT}
+    every = torch.arange(units, dtype=torch.int32).expand(ROWS, GROUPS, units)
+    indices, ranked = torch.zeros_like(every).clone(), torch.zeros(ROWS, GROUPS, dtype=torch.int32)
+    rank_units_reference(scores, plan, every, out_indices=indices, out_counts=ranked, **always)
+    out, reached = torch.full_like(q, torch.nan), torch.zeros_like(ranked)
+    progressive_decode_attention_reference(
+        q, paged(k), paged(v), plan, indices, ranked, reached, page_size=PAGE, microbatch=32,
+        epsilon=epsilon, share=share, rest_bounds=None, sm_scale=DIM**-0.5, logit_cap=0.0,
+        out=out, counters=None, **always,
+    )  # fmt: skip
+    policy = Policy(
+        "page_mean",
+        2 * LENGTH,
+        SINK,
+        RECENT + 1,
+        epsilon=epsilon,
+        page=unit,
+        share=share,  # type: ignore[arg-type]
+    )
+    cache = Cache(k, v, planes=planes)
+    mask = attend_mask(policy, q, cache, lengths)
+    # The study counts the current token's page among its pages, the kernels beside them.
+    assert (mask.sum(-1) - reached * unit).abs().max() <= unit
+    torch.testing.assert_close(attend(q, cache, mask), out.flatten(1), rtol=1e-4, atol=1e-5)
+    whole = kept_share(q, k, lengths, mask)
+    assert (whole <= 1 + 1e-6).all()
+    assert (whole >= 1 - 1e-6).all() or epsilon < 1
 
 
 @pytest.mark.parametrize("kind", ["oracle", "sparcas", "page_minmax"])

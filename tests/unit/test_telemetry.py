@@ -21,6 +21,16 @@ def test_what_kernels_add_to_a_layers_row_is_read_under_its_name() -> None:
     assert counters.tensor.data_ptr() == address
 
 
+def test_polling_gives_what_the_poll_before_asked_for() -> None:
+    counters = LayerCounters(("blocks",), (3,), "cpu")
+    counters.row(3).add_(2)
+    assert counters.poll() is None
+    counters.row(3).add_(5)
+    assert counters.poll() == {3: {"blocks": 2}}
+    assert counters.poll() == {3: {"blocks": 7}}
+    assert counters.read() == {3: {"blocks": 7}}
+
+
 def test_names_and_layers_are_distinct() -> None:
     with pytest.raises(ValueError, match="must be distinct"):
         LayerCounters(("blocks", "blocks"), (1,), "cpu")

@@ -14,7 +14,7 @@ from .types import num_splits
 
 TILE_TOKENS = 128
 STAGES = 2
-WARPS = 8
+WARPS = 4
 
 
 @triton.jit

@@ -11,15 +11,19 @@ from .types import SKETCH_DTYPES, PlaneBuffers
 
 
 def _check_planes(planes: PlaneBuffers, layers: int, heads: int, dim: int, page_size: int) -> None:
-    if (planes.page_min is None) != (planes.page_max is None):
-        raise ValueError("page_min and page_max must both be there, or neither")
+    pairs = (("page_min", "page_max"), ("page_mean_low", "page_mean_high"))
+    for low, high in pairs:
+        if (getattr(planes, low) is None) != (getattr(planes, high) is None):
+            raise ValueError(f"{low} and {high} must both be there, or neither")
     if page_size % planes.logical_page:
         raise ValueError(f"logical_page={planes.logical_page} must divide page_size={page_size}")
     for name, plane in planes.tensors().items():
         check_contiguous(name, plane)
-    if planes.page_min is not None and planes.page_max is not None:
-        check_shape("page_min", planes.page_min, (layers, -1, heads, dim))
-        check_shape("page_max", planes.page_max, tuple(planes.page_min.shape))
+    entries = [
+        planes.tensors()[name] for pair in pairs for name in pair if name in planes.tensors()
+    ]
+    for plane in entries:
+        check_shape("a plane of logical pages", plane, (layers, entries[0].shape[1], heads, dim))
     if planes.key_sketch is not None:
         check_dtype("key_sketch", planes.key_sketch, *SKETCH_DTYPES.values())
         check_shape("key_sketch", planes.key_sketch, (layers, -1, heads, dim, page_size))
@@ -44,9 +48,9 @@ def update_planes(
 ) -> None:
     """Bring the planes of all layers up to date with the K rows of positions [start, end).
 
-    The sketch of every such position is written; the minimum and maximum of every logical page
-    that the range touches are recomputed from the rows [page start, min(page end, end)). One
-    launch per kind of plane covers all layers.
+    The sketch of every such position is written; the bounds and the cuboid-mean digest of every
+    logical page that the range touches are recomputed from the rows [page start, min(page end,
+    end)). One launch for the sketch and one for logical pages cover all layers.
 
     Args:
         k_layers: L tensors [slots, H, D] (bf16, fp16; "torch" also fp32), contiguous, alike.

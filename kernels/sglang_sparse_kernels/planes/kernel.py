@@ -106,11 +106,13 @@ def update_sketch_kernel(
 
 
 @triton.jit
-def update_bounds_kernel(
+def update_logical_pages_kernel(
     keys,
     k_ptrs,
     page_min,
     page_max,
+    page_mean_low,
+    page_mean_high,
     page_table,
     start,
     end,
@@ -142,8 +144,18 @@ def update_bounds_kernel(
         b_max = tl.max(tl.where(m_k, b_k, float("-inf")), 0)
         entry = i_l.to(tl.int64) * num_entries + page * (PAGE // UNIT) + within // UNIT
         o_e = (entry * H + i_h) * D + o_d
-        tl.store(page_min + o_e, cast(b_min, page_min.dtype.element_ty), mask=m_d)
-        tl.store(page_max + o_e, cast(b_max, page_max.dtype.element_ty), mask=m_d)
+        if page_min is not None:
+            tl.store(page_min + o_e, cast(b_min, page_min.dtype.element_ty), mask=m_d)
+            tl.store(page_max + o_e, cast(b_max, page_max.dtype.element_ty), mask=m_d)
+        if page_mean_low is not None:
+            count = tl.minimum(last - unit_start, UNIT).to(tl.float32)
+            b_centre = (b_max + b_min) * 0.5
+            b_far = tl.where(m_k, tl.abs(b_k - b_centre[None, :]), 0.0)
+            b_mean = tl.sum(b_far, 0) / count
+            b_low = cast(b_centre - b_mean, page_mean_low.dtype.element_ty)
+            b_high = cast(b_centre + b_mean, page_mean_high.dtype.element_ty)
+            tl.store(page_mean_low + o_e, b_low, mask=m_d)
+            tl.store(page_mean_high + o_e, b_high, mask=m_d)
 
 
 _FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.bfloat16: "bf16"}
@@ -185,18 +197,21 @@ def update_planes_triton(
             FORMAT=_FORMATS[planes.key_sketch.dtype],
             num_warps=warps,
         )
-    if planes.page_min is not None:
+    bounds = planes.page_mean_low if planes.page_min is None else planes.page_min
+    if bounds is not None:
         unit = planes.logical_page
-        update_bounds_kernel[(_tiles(max_new_tokens, unit), rows, layers * heads)](
+        update_logical_pages_kernel[(_tiles(max_new_tokens, unit), rows, layers * heads)](
             keys,
             k_ptrs,
             planes.page_min,
             planes.page_max,
+            planes.page_mean_low,
+            planes.page_mean_high,
             page_table,
             start,
             end,
             page_table.stride(0),
-            planes.page_min.shape[1],
+            bounds.shape[1],
             H=heads,
             D=dim,
             BD=next_power_of_2(dim),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..common import accumulate_dtype
 from .types import FP8_MAX, INT8_MAX, PlaneBuffers
 
 
@@ -33,6 +34,29 @@ def dequantize_sketch(
     """Sketch [..., D, P] in ``dtype``, times the scale [..., P] where there is one."""
     values = sketch.to(dtype)
     return values if scale is None else values * scale.to(dtype)[..., None, :]
+
+
+def cuboid_mean(keys: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ends of the cuboid-mean digest of blocks of keys, in at least float32.
+
+    ArkVale (Chen et al., NeurIPS 2024; ``InferState._summarize_keys`` of its published code): the
+    centre of the keys' bounding cuboid, and around it a cuboid whose half width is, channel by
+    channel, the mean distance of the keys from that centre. PSA section 3.1 ranks by it.
+
+    Args:
+        keys: [N, u, H, D].
+        written: bool [N, u], the rows that count; at least one a block.
+
+    Returns:
+        (low, high), each [N, H, D].
+    """
+    keys, shown = keys.to(accumulate_dtype(keys.dtype)), written[..., None, None]
+    high = keys.masked_fill(~shown, float("-inf")).amax(1)
+    low = keys.masked_fill(~shown, float("inf")).amin(1)
+    centre = (high + low) / 2
+    distance = (keys - centre[:, None]).abs().masked_fill(~shown, 0).sum(1)
+    distance /= written.sum(1)[:, None, None]
+    return centre - distance, centre + distance
 
 
 def _flat_ranges(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +91,7 @@ def _update_sketch(
             planes.key_sketch_scale[layer, pages, :, offsets] = scale
 
 
-def _update_bounds(
+def _update_logical_pages(
     k_layers: Sequence[torch.Tensor],
     planes: PlaneBuffers,
     page_table: torch.Tensor,
@@ -75,8 +99,6 @@ def _update_bounds(
     end: torch.Tensor,
     page_size: int,
 ) -> None:
-    assert planes.page_min is not None
-    assert planes.page_max is not None
     unit = planes.logical_page
     some = end > start
     rows, logical = _flat_ranges(
@@ -87,11 +109,17 @@ def _update_bounds(
     entries = pages * (page_size // unit) + first % page_size // unit
     within = torch.arange(unit, device=start.device)
     slots = (pages * page_size + first % page_size)[:, None] + within
-    written = (first[:, None] + within < end[rows, None])[..., None, None]
+    written = first[:, None] + within < end[rows, None]
+    hidden = ~written[..., None, None]
     for layer, all_keys in enumerate(k_layers):
         keys = all_keys[slots]
-        planes.page_min[layer, entries] = keys.masked_fill(~written, float("inf")).amin(1)
-        planes.page_max[layer, entries] = keys.masked_fill(~written, float("-inf")).amax(1)
+        if planes.page_min is not None and planes.page_max is not None:
+            planes.page_min[layer, entries] = keys.masked_fill(hidden, float("inf")).amin(1)
+            planes.page_max[layer, entries] = keys.masked_fill(hidden, float("-inf")).amax(1)
+        if planes.page_mean_low is not None and planes.page_mean_high is not None:
+            low, high = cuboid_mean(keys, written)
+            planes.page_mean_low[layer, entries] = low.to(keys.dtype)
+            planes.page_mean_high[layer, entries] = high.to(keys.dtype)
 
 
 def update_planes_reference(
@@ -106,5 +134,5 @@ def update_planes_reference(
     """See :func:`sglang_sparse_kernels.update_planes`."""
     if planes.key_sketch is not None:
         _update_sketch(k_layers, planes, page_table, start, end, page_size)
-    if planes.page_min is not None:
-        _update_bounds(k_layers, planes, page_table, start, end, page_size)
+    if planes.page_min is not None or planes.page_mean_low is not None:
+        _update_logical_pages(k_layers, planes, page_table, start, end, page_size)

@@ -26,6 +26,8 @@ class PlaneBuffers:
     Attributes:
         page_min: [L, pages * P / u, H, D] in K's dtype, smallest key of a logical page.
         page_max: the same shape and dtype, largest key of a logical page.
+        page_mean_low, page_mean_high: the same shape and dtype, ends of the cuboid-mean digest of a
+            logical page (:func:`cuboid_mean`).
         key_sketch: [L, pages, H, D, P], float8_e4m3fn, int8 or bfloat16: K of a page with the
             token axis innermost, so that one channel of a page is contiguous.
         key_sketch_scale: [L, pages, H, P] float32, scale of each token, for int8 alone.
@@ -34,6 +36,8 @@ class PlaneBuffers:
 
     page_min: torch.Tensor | None = None
     page_max: torch.Tensor | None = None
+    page_mean_low: torch.Tensor | None = None
+    page_mean_high: torch.Tensor | None = None
     key_sketch: torch.Tensor | None = None
     key_sketch_scale: torch.Tensor | None = None
     logical_page: int = 16
@@ -50,6 +54,7 @@ class PlaneBuffers:
         kv_dtype: torch.dtype,
         page_minmax: bool,
         key_sketch: SketchFormat | None,
+        page_mean: bool = False,
         logical_page: int = 16,
         device: torch.device | str = "cpu",
     ) -> "PlaneBuffers":
@@ -57,9 +62,15 @@ class PlaneBuffers:
         bounds = (num_layers, num_pages * (page_size // logical_page), num_heads, head_dim)
         sketch = (num_layers, num_pages, num_heads, head_dim, page_size)
         scale = (num_layers, num_pages, num_heads, page_size)
+
+        def per_logical_page(kept: bool) -> torch.Tensor | None:
+            return torch.zeros(bounds, dtype=kv_dtype, device=device) if kept else None
+
         return cls(
-            page_min=torch.zeros(bounds, dtype=kv_dtype, device=device) if page_minmax else None,
-            page_max=torch.zeros(bounds, dtype=kv_dtype, device=device) if page_minmax else None,
+            page_min=per_logical_page(page_minmax),
+            page_max=per_logical_page(page_minmax),
+            page_mean_low=per_logical_page(page_mean),
+            page_mean_high=per_logical_page(page_mean),
             key_sketch=(
                 torch.zeros(sketch, dtype=SKETCH_DTYPES[key_sketch], device=device)
                 if key_sketch
@@ -78,6 +89,8 @@ class PlaneBuffers:
         named = {
             "page_min": self.page_min,
             "page_max": self.page_max,
+            "page_mean_low": self.page_mean_low,
+            "page_mean_high": self.page_mean_high,
             "key_sketch": self.key_sketch,
             "key_sketch_scale": self.key_sketch_scale,
         }

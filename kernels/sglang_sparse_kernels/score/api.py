@@ -19,6 +19,7 @@ from ..plan import DecodePlan
 from ..planes import SKETCH_DTYPES
 from ..select import padded_blocks
 from .reference import (
+    page_bounds_reference,
     page_minmax_score_reference,
     select_channels_reference,
     sketch_score_reference,
@@ -152,6 +153,56 @@ def sketch_score(
     )
 
 
+def page_bounds(
+    q: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    unit: int,
+    page_size: int,
+    out: torch.Tensor,
+    impl: Impl,
+) -> None:
+    """Upper bound of q.k over the keys of every logical page, for each query head.
+
+    As :func:`page_minmax_score`, whose arguments these are, but the heads of a group stay apart:
+    ``out`` is float32 [R, H, G, max_units] ("torch" also float64), contiguous.
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape.
+    """
+    check_choice("impl", impl, IMPLS)
+    rows, heads = plan.num_rows, page_min.shape[1]
+    check_shape("q", q, (rows, -1, -1))
+    group = group_size(q.shape[1], heads)
+    check_shape("page_min", page_min, (-1, heads, q.shape[2]))
+    check_shape("page_max", page_max, tuple(page_min.shape))
+    check_shape("out", out, (rows, heads, group, -1))
+    for name, tensor in {"page_min": page_min, "page_max": page_max, "out": out}.items():
+        check_contiguous(name, tensor)
+    if page_size not in _PAGE_SIZES or page_size % unit:
+        raise ValueError(f"unit={unit} must divide page_size={page_size}, one of {_PAGE_SIZES}")
+    if impl == "torch":
+        page_bounds_reference(q, page_min, page_max, plan, unit=unit, page_size=page_size, out=out)
+        return
+    check_dtype("out", out, torch.float32)
+    check_dense_rows("q", q)
+    from .kernel import page_minmax_score_triton
+
+    page_minmax_score_triton(
+        q,
+        page_min,
+        page_max,
+        plan,
+        unit=unit,
+        page_size=page_size,
+        reduce=None,
+        out=out,
+        block_max=None,
+    )
+
+
 def page_minmax_score(
     q: torch.Tensor,
     page_min: torch.Tensor,
@@ -165,7 +216,11 @@ def page_minmax_score(
     block_max: torch.Tensor | None = None,
     impl: Impl,
 ) -> None:
-    """Upper bound of q.k over the keys of every logical page (Quest's criticality, per KV head).
+    """Largest q.k over a cuboid of every logical page, per KV head.
+
+    The bounding cuboid of the page's keys gives Quest's criticality, an upper bound of q.k; the
+    smaller cuboid of :func:`sglang_sparse_kernels.cuboid_mean` gives ArkVale's estimate of it, by
+    the same formula (PSA section 3.1).
 
     score(h, j) = max or sum over the group's query heads of sum over d of
     max(q_d * min_d(j), q_d * max_d(j)). Written for logical pages [0, ceil(tail_start / unit)) of
@@ -173,8 +228,8 @@ def page_minmax_score(
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        page_min: [pages * P / unit, H, D], one layer, contiguous.
-        page_max: the same.
+        page_min: [pages * P / unit, H, D], one layer, contiguous: the cuboid's lower end.
+        page_max: the same: its upper end.
         plan: R rows; page_table, tail_start, k_units and reselect are read.
         unit: tokens a logical page.
         page_size: tokens a physical page (P): 16, 32 or 64.

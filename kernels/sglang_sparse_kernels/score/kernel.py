@@ -269,7 +269,7 @@ def page_minmax_score_kernel(
     UNIT: tl.constexpr,
     BU: tl.constexpr,
     BLOCK: tl.constexpr,
-    SUM: tl.constexpr,
+    REDUCE: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
@@ -300,11 +300,17 @@ def page_minmax_score_kernel(
             # [BU, BG]
             b_a = dot(b_max, b_up, tl.zeros((BU, BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)
-            if SUM:
-                b_score = tl.sum(b_a, 1)
+            if REDUCE == "none":
+                p_out = out + (base * G + o_g)[None, :] * width + o_u[:, None]
+                tl.store(p_out, b_a, mask=m_u[:, None] & (o_g < G)[None, :])
             else:
-                b_score = tl.max(tl.where((o_g < G)[None, :], b_a, float("-inf")), 1)
-            store_scores(out, block_max, b_score, o_u, n, base * width, base * blocks, BU, BLOCK)
+                if REDUCE == "sum":
+                    b_score = tl.sum(b_a, 1)
+                else:
+                    b_score = tl.max(tl.where((o_g < G)[None, :], b_a, float("-inf")), 1)
+                store_scores(
+                    out, block_max, b_score, o_u, n, base * width, base * blocks, BU, BLOCK
+                )
 
 
 def select_channels_triton(
@@ -396,15 +402,18 @@ def page_minmax_score_triton(
     *,
     unit: int,
     page_size: int,
-    reduce: str,
+    reduce: str | None,
     out: torch.Tensor,
     block_max: torch.Tensor | None,
 ) -> None:
-    """Launch :func:`page_minmax_score_kernel`: programs of a row and head take tiles in turn."""
+    """Launch :func:`page_minmax_score_kernel`: programs of a row and head take tiles in turn.
+
+    Without ``reduce``, ``out`` has an axis more: the query heads of a group stay apart.
+    """
     rows, query_heads, dim = q.shape
     heads = page_min.shape[1]
     group = group_size(query_heads, heads)
-    tiles = triton.cdiv(out.shape[2], MINMAX_TILE_UNITS)
+    tiles = triton.cdiv(out.shape[-1], MINMAX_TILE_UNITS)
     splits = _splits(rows, heads, tiles, MINMAX_CTAS_PER_SM, q.device)
     page_minmax_score_kernel[(rows * heads, splits)](
         q,
@@ -418,7 +427,7 @@ def page_minmax_score_triton(
         block_max,
         q.stride(0),
         plan.page_table.stride(0),
-        out.shape[2],
+        out.shape[-1],
         0 if block_max is None else block_max.shape[2],
         H=heads,
         G=group,
@@ -429,6 +438,6 @@ def page_minmax_score_triton(
         UNIT=unit,
         BU=MINMAX_TILE_UNITS,
         BLOCK=BLOCK_UNITS,
-        SUM=reduce == "sum",
+        REDUCE=reduce or "none",
         num_warps=MINMAX_WARPS,
     )

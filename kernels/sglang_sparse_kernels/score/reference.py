@@ -63,6 +63,46 @@ def sketch_score_reference(
         out[row, :, :tokens] = scores[:, :tokens].to(out.dtype)
 
 
+def _page_bounds(
+    q: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    plan: DecodePlan,
+    row: int,
+    unit: int,
+    page_size: int,
+) -> torch.Tensor:
+    """[H, G, units] of one row."""
+    heads = page_min.shape[1]
+    group = group_size(q.shape[1], heads)
+    acc = accumulate_dtype(q.dtype)
+    per_page = page_size // unit
+    within = torch.arange(per_page, device=q.device)
+    tokens = int(plan.tail_start[row])
+    pages = plan.page_table[row, : -(-tokens // page_size)].long()
+    entries = (pages[:, None] * per_page + within).flatten()[: -(-tokens // unit)]
+    query = q[row].view(heads, group, -1).to(acc)
+    # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
+    bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), page_max[entries].to(acc))
+    return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), page_min[entries].to(acc))
+
+
+def page_bounds_reference(
+    q: torch.Tensor,
+    page_min: torch.Tensor,
+    page_max: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    unit: int,
+    page_size: int,
+    out: torch.Tensor,
+) -> None:
+    """See :func:`sglang_sparse_kernels.page_bounds`."""
+    for row in _scored_rows(plan):
+        bound = _page_bounds(q, page_min, page_max, plan, row, unit, page_size)
+        out[row, :, :, : bound.shape[-1]] = bound.to(out.dtype)
+
+
 def page_minmax_score_reference(
     q: torch.Tensor,
     page_min: torch.Tensor,
@@ -75,18 +115,6 @@ def page_minmax_score_reference(
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
-    heads = page_min.shape[1]
-    group = group_size(q.shape[1], heads)
-    acc = accumulate_dtype(q.dtype)
-    per_page = page_size // unit
-    within = torch.arange(per_page, device=q.device)
     for row in _scored_rows(plan):
-        tokens = int(plan.tail_start[row])
-        units = -(-tokens // unit)
-        pages = plan.page_table[row, : -(-tokens // page_size)].long()
-        entries = (pages[:, None] * per_page + within).flatten()[:units]
-        query = q[row].view(heads, group, -1).to(acc)
-        # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
-        bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), page_max[entries].to(acc))
-        bound += torch.einsum("hgd,nhd->hgn", query.clamp(max=0), page_min[entries].to(acc))
-        out[row, :, :units] = _reduce_group(bound, reduce).to(out.dtype)
+        bound = _page_bounds(q, page_min, page_max, plan, row, unit, page_size)
+        out[row, :, : bound.shape[-1]] = _reduce_group(bound, reduce).to(out.dtype)

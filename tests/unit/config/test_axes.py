@@ -18,6 +18,8 @@ from sglang_sparse.config import (
     FractionBudget,
     Geometry,
     KeySketch,
+    MassBudget,
+    PageMean,
     PageMinMax,
     Reuse,
     Role,
@@ -168,6 +170,58 @@ def test_the_smallest_budget_is_what_is_forced_and_one_unit() -> None:
 def test_a_fraction_budget_is_held_to_the_rule_by_its_floor() -> None:
     with pytest.raises(ValidationError, match=r"budget.floor of at least 81"):
         config_of(budget=FractionBudget(fraction=0.5, floor=80))
+
+
+def test_a_mass_budget_ranks_up_to_its_cap_and_nothing_by_fraction() -> None:
+    budget = MassBudget(epsilon=0.95, cap=8_192)
+    assert (budget.floor, budget.fraction) == (8_192, 0.0)
+    config = config_of(score=PageMean(), budget=budget)
+    assert config.unit == 32
+    assert config.capacity_units(100_000) == 256
+    assert config.capacity_units(1_000) == 32
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -0.5, 1.000001])
+def test_a_share_lies_above_nothing_and_at_most_at_all(epsilon: float) -> None:
+    with pytest.raises(ValidationError, match="epsilon"):
+        MassBudget(epsilon=epsilon, cap=4_096)
+    assert MassBudget(epsilon=1.0, cap=4_096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        # 16 sinks are 1 block of 32; 64 recent tokens touch up to 3; one more makes 5.
+        ({"cap": 159}, "budget.cap of at least 160"),
+        ({"cap": 131_073}, "budget.cap of at most 131072"),
+        ({"microbatch": 16}, "budget.microbatch a multiple of 32"),
+    ],
+)
+def test_a_mass_budget_that_cannot_be_ranked_is_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    assert config_of(score=PageMean(), budget=MassBudget(epsilon=0.9, cap=160))
+    budget = MassBudget(**({"epsilon": 0.9, "cap": 4_096} | changes))
+    with pytest.raises(ValidationError, match=words):
+        config_of(score=PageMean(), budget=budget)
+
+
+def test_bounds_of_what_is_left_need_pages_scored_at_every_step() -> None:
+    budget = MassBudget(epsilon=0.9, cap=2_048, estimator="upper_bound")
+    assert config_of(score=PageMinMax(), budget=budget)
+    assert config_of(score=PageMean(), budget=budget)
+    with pytest.raises(ValidationError, match="needs bounds of pages, score is key_sketch"):
+        config_of(score=KeySketch(), budget=budget)
+    with pytest.raises(ValidationError, match=r"set cadence.every to 1"):
+        config_of(score=PageMean(), budget=budget, cadence={"kind": "steps", "every": 2})
+    smallest = budget.model_copy(update={"estimator": "observed_min"})
+    assert config_of(score=KeySketch(), budget=smallest)
+    assert config_of(score=PageMean(), budget=smallest, cadence={"kind": "steps", "every": 2})
+
+
+def test_a_page_holds_whole_blocks() -> None:
+    with pytest.raises(ValidationError, match=r"page_size a multiple of score.logical_page 64"):
+        config_of(score=PageMean(logical_page=64), page_size=32)
 
 
 def test_no_more_channels_than_the_model_has() -> None:

@@ -142,7 +142,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: kascade|kascade_sketch|page_minmax|sparcas|custom",
+            "allowed: kascade|kascade_sketch|page_minmax|psa|sparcas|custom",
         ],
     ),
     ("kaskade", None, ["--sparse-method kaskade: there is no such method", "sparcas|custom"]),
@@ -164,7 +164,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         '{"budget": {"fraction": 0.1}}',
         ["budget.fraction is not a key of kind tokens", "kind tokens kind|tokens"],
     ),
-    ("sparcas", '{"budget": {"kind": "mass"}}', ["budget.kind is 'mass'", "tokens|fraction"]),
+    ("sparcas", '{"budget": {"kind": "part"}}', ["budget.kind is 'part'", "tokens|fraction|mass"]),
     ("sparcas", '{"budget": {"tokens": 0}}', ["budget.tokens is 0", "greater than or equal to 1"]),
     ("sparcas", '{"budget": {"tokens": "9"}}', ["budget.tokens is '9'", "a valid integer"]),
     ("sparcas", '{"budget": 2048}', ["budget is 2048", "budget an object with a kind"]),
@@ -196,7 +196,16 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         ["layers.reuse maps the layers [1]", "run `sglang-sparse calibrate kascade"],
     ),
     ("kascade", '{"score": {"pool": "all"}}', ["score.pool is 'all'", "score.pool group|heads"]),
-    ("page_minmax", '{"score": {"logical_page": 32}}', ["logical_page is 32", "logical_page 16"]),
+    (
+        "page_minmax",
+        '{"score": {"logical_page": 8}}',
+        ["logical_page is 8", "logical_page 16|32|64"],
+    ),
+    (
+        "page_minmax",
+        '{"score": {"logical_page": 32}, "page_size": 16}',
+        ["score.logical_page 32 does not divide page_size 16", "raise page_size"],
+    ),
 ]
 
 

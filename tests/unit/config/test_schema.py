@@ -33,6 +33,8 @@ def test_every_preset_validates(ref: Any) -> None:
         {"bugdet": 1},
         {"budget": {"kind": "tokens", "tokens": 0}},
         {"budget": {"kind": "mass", "epsilon": 0.9}},
+        {"budget": {"kind": "mass", "epsilon": 1.1, "cap": 4096}},
+        {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 4096, "microbatch": 48}},
         {"budget": {"kind": "tokens", "tokens": 2048, "floor": 1}},
         {"page_size": 48},
         {"score": None},

@@ -130,6 +130,7 @@ class Batch:
             kv_dtype=self.dtype,
             page_minmax=page_minmax,
             key_sketch=key_sketch,
+            logical_page=max(self.unit, 16),
             device=DEVICE,
         )
         poison(planes)

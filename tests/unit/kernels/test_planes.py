@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plane updates: the definition against loops, the kernel bit for bit against the definition."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from error_budget import UNIT_ROUNDOFF, dot_rounding
 from kernel_cases import DEVICE, Batch, poison
 
 from sglang_sparse_kernels import PlaneBuffers, quantize_sketch, update_planes
@@ -10,7 +13,7 @@ from sglang_sparse_kernels import PlaneBuffers, quantize_sketch, update_planes
 SKETCHES = ("fp8", "int8", "bf16")
 
 
-def fresh_planes(batch: Batch, sketch: str | None, minmax: bool = True) -> PlaneBuffers:
+def fresh_planes(batch: Batch, sketch: str | None, mean: bool = False) -> PlaneBuffers:
     planes = PlaneBuffers.allocate(
         num_layers=batch.layers,
         num_pages=batch.num_pages,
@@ -18,7 +21,8 @@ def fresh_planes(batch: Batch, sketch: str | None, minmax: bool = True) -> Plane
         num_heads=batch.heads,
         head_dim=batch.dim,
         kv_dtype=batch.dtype,
-        page_minmax=minmax,
+        page_minmax=True,
+        page_mean=mean,
         key_sketch=sketch,
         device=DEVICE,
     )
@@ -128,6 +132,48 @@ def test_extreme_keys_saturate_and_zero_keys_stay_zero(impl: str, sketch: str) -
     else:
         assert (stored[0, 3, 1], stored[0, 4, 1]) == (127, -127)
         assert planes.key_sketch_scale[0, page, 0, 0] == 0
+
+
+def naive_cuboid(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The digest of keys [n, H, D], one at a time in float64."""
+    low, high = keys[0].double(), keys[0].double()
+    for key in keys[1:].double():
+        low, high = torch.minimum(low, key), torch.maximum(high, key)
+    centre = (low + high) / 2
+    far = sum((key - centre).abs() for key in keys.double()) / len(keys)
+    return centre - far, centre + far
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("unit", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_means_equal_a_loop_after_prefill_and_decode(
+    impl: str, unit: int, dtype: torch.dtype
+) -> None:
+    batch = Batch([111, 1, 63], layers=2, dtype=dtype, seed=unit)
+    planes = replace(fresh_planes(batch, None, mean=True), logical_page=unit)
+    for first, last in (
+        ([0, 0, 0], [108, 0, 63]),
+        ([108, 0, 5], [110, 1, 5]),
+        ([110, 1, 5], [111, 1, 5]),
+    ):
+        update(batch, planes, first, last, impl)
+    for row, length in enumerate(batch.lengths):
+        for block in range(-(-length // unit)):
+            page = int(batch.plan.page_table[row, block * unit // 64])
+            within = block * unit % 64
+            count = min(unit, length - block * unit)
+            for layer in range(2):
+                keys = batch.k[layer][page * 64 + within :][:count]
+                entry = page * (64 // unit) + within // unit
+                size = keys.abs().max().double()
+                for plane, want in zip(
+                    (planes.page_mean_low, planes.page_mean_high), naive_cuboid(keys), strict=True
+                ):
+                    # Rounded once to the plane's dtype, after float32 sums of `unit` distances.
+                    slack = UNIT_ROUNDOFF[dtype] * want.abs() + dot_rounding(size, unit)
+                    assert ((plane[layer, entry].double() - want).abs() <= slack).all()
+                assert torch.equal(planes.page_min[layer, entry], keys.amin(0))
 
 
 def test_a_kernel_never_falls_back_without_pointers() -> None:

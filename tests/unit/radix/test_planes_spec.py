@@ -15,6 +15,7 @@ SPECS = (
     PlaneSpec(key_sketch="fp8"),
     PlaneSpec(key_sketch="int8"),
     PlaneSpec(page_minmax=True, key_sketch="bf16"),
+    PlaneSpec(page_mean=True, page_minmax=True),
 )
 
 
@@ -31,8 +32,13 @@ def test_quantised_kv_is_refused_naming_what_is_allowed(dtype):
         PlaneSpec().validate_kv_dtype(dtype)
 
 
+def test_a_page_that_no_whole_number_of_blocks_fills_is_refused():
+    with pytest.raises(ValueError, match="logical_page is 32; it must divide --page-size 16"):
+        PlaneSpec(page_mean=True, logical_page=32).validate_page_size(16)
+
+
 def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
-    with pytest.raises(ValueError, match="logical_page is 8; allowed: 16"):
+    with pytest.raises(ValueError, match="logical_page is 8; allowed: 16, 32 or 64"):
         PlaneSpec(logical_page=8)
     with pytest.raises(ValueError, match="key_sketch is 'int4'; allowed: None, 'fp8', 'int8' or"):
         PlaneSpec(key_sketch="int4")  # type: ignore[arg-type]
@@ -51,6 +57,7 @@ def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, d
         head_dim=dim,
         kv_dtype=dtype,
         page_minmax=spec.page_minmax,
+        page_mean=spec.page_mean,
         key_sketch=spec.key_sketch,
         logical_page=spec.logical_page,
     )
@@ -72,6 +79,8 @@ def test_plane_shares_of_the_kv_pool_are_those_that_the_design_states():
     geometry = {"head_num": 8, "head_dim": 128, "page_size": 64, "kv_dtype": torch.bfloat16}
     minmax = plane_bytes_per_token(PlaneSpec(page_minmax=True), num_layers=1, **geometry)
     sketch = plane_bytes_per_token(PlaneSpec(key_sketch="fp8"), num_layers=1, **geometry)
+    mean = PlaneSpec(page_mean=True, logical_page=32)
+    assert plane_bytes_per_token(mean, num_layers=1, **geometry) / kv == 1 / 32
     assert minmax / kv == 1 / 16
     assert sketch / kv == 1 / 4
 

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_context, get_parallel
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class, extra_cell_bytes
 
-ALL = PlaneSpec(page_minmax=True, key_sketch="int8")
+ALL = PlaneSpec(page_minmax=True, page_mean=True, key_sketch="int8")
 P = 16
 
 
@@ -103,7 +103,7 @@ def test_unused_pages_hold_zeros_never_nan():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sketch", [None, "fp8", "int8", "bf16"])
 def test_update_makes_planes_equal_recomputation(dtype, sketch):
-    spec = PlaneSpec(page_minmax=True, key_sketch=sketch)
+    spec = PlaneSpec(page_minmax=True, page_mean=True, key_sketch=sketch)
     pool = make_pool(spec, page_size=P, num_pages=8, dtype=dtype)
     page_table = torch.tensor([[3, 1, 5], [2, 7, 0]], dtype=torch.int32)
     fill(pool, page_table, [40, 17])

@@ -30,6 +30,7 @@ SPECS = (
     PlaneSpec(key_sketch="int8"),
     PlaneSpec(page_minmax=True, key_sketch="fp8"),
     PlaneSpec(page_minmax=True, key_sketch="bf16"),
+    PlaneSpec(page_mean=True),
 )
 RARELY = st.sampled_from((False, False, False, True))
 CHUNKS = (5, 33, 64, 200, 400)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Triton implementation of ranked lists, and of bounds of what a ranked list leaves out."""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import next_power_of_2
+from ..plan import DecodePlan
+from .reference import BOUND_FLOOR, BOUND_MARGIN
+from .types import ProgressiveWorkspace
+
+RANK_TILE = 64
+OTHERS_TILE = 128
+BOUNDS_TILE = 256
+
+
+@triton.jit
+def rankable(b_s, forced, valid):
+    """Scores as ``select_topk`` ranks them: NaN is -inf; forced ones are +inf and alone are."""
+    b_s = tl.where(b_s == b_s, b_s, float("-inf"))
+    b_s = tl.minimum(b_s, 3.4028234663852886e38) + 0.0
+    return tl.where(valid, tl.where(forced, float("inf"), b_s), float("-inf"))
+
+
+@triton.jit
+def forced_range(tokens, sink, recent, UNIT: tl.constexpr):
+    """(first unit after the sinks, first recent unit, how many units are always selected)."""
+    units = tl.cdiv(tokens, UNIT)
+    below = tl.cdiv(sink, UNIT)
+    start = tl.maximum(tokens - recent, 0) // UNIT
+    forced = tl.minimum(below, units) + tl.maximum(units - tl.maximum(start, below), 0)
+    return below, start, forced
+
+
+@triton.jit
+def _load_scores(p_scores, b_unit, m_unit, below, start):
+    b_s = tl.load(p_scores + b_unit, mask=m_unit, other=float("-inf"))
+    return rankable(b_s, (b_unit < below) | (b_unit >= start), m_unit)
+
+
+@triton.jit
+def rank_units_kernel(
+    scores,
+    picked,
+    tail_start,
+    k_units,
+    reselect,
+    list_rows,
+    out_indices,
+    out_counts,
+    lse,
+    least,
+    tickets,
+    width,
+    capacity,
+    words,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BA: tl.constexpr,
+    BC: tl.constexpr,
+):
+    i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
+    # Every step starts with a workspace in which no piece of work is done, whoever reselects.
+    o_w = tl.program_id(1) * BC + tl.arange(0, BC)
+    for i_w in tl.range(0, words, tl.num_programs(1) * BC):
+        m_w = i_w + o_w < words
+        b_w = tl.full((BC,), float("nan"), tl.float32)
+        tl.store(lse + i_rh * words + i_w + o_w, b_w, mask=m_w)
+        tl.store(least + i_rh * words + i_w + o_w, b_w, mask=m_w)
+    if tl.program_id(1) == 0:
+        tl.store(tickets + i_rh, 0)
+    if tl.load(reselect + i_r) != 0:
+        tokens = tl.load(tail_start + i_r)
+        k = tl.minimum(tl.load(k_units + i_r), tl.minimum(tl.cdiv(tokens, UNIT), capacity))
+        i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+        if tl.program_id(1) == 0:
+            tl.store(out_counts + i_l, k)
+        below, start, _ = forced_range(tokens, sink, recent, UNIT)
+        p_scores = scores + i_rh * width
+        p_picked = picked + i_rh * capacity
+        o_a = tl.program_id(1) * BA + tl.arange(0, BA)
+        m_a = o_a < k
+        # [BA]
+        b_a = tl.load(p_picked + o_a, mask=m_a, other=0)
+        b_sa = _load_scores(p_scores, b_a, m_a, below, start)
+        b_rank = tl.zeros((BA,), tl.int32)
+        if tl.program_id(1) * BA < k:
+            for i_c in tl.range(0, k, BC):
+                o_c = i_c + tl.arange(0, BC)
+                m_c = o_c < k
+                # [BC]
+                b_c = tl.load(p_picked + o_c, mask=m_c, other=0)
+                b_sc = _load_scores(p_scores, b_c, m_c, below, start)
+                # [BA, BC]; lists ascend, so the place in the list decides between equal scores.
+                b_first = o_c[None, :] < o_a[:, None]
+                b_equal = b_sc[None, :] == b_sa[:, None]
+                b_before = (b_sc[None, :] > b_sa[:, None]) | (b_equal & b_first)
+                b_rank += tl.sum((b_before & m_c[None, :]).to(tl.int32), 1)
+        tl.store(out_indices + i_l * capacity + b_rank, b_a, mask=m_a)
+
+
+@triton.jit
+def _bound_logs(
+    p_bounds,
+    b_unit,
+    m_unit,
+    o_g,
+    m_g,
+    tokens,
+    width,
+    scale_log2,
+    logit_cap,
+    UNIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    """log2 of what bounds allow each unit for each query head, [units, heads]."""
+    m = m_unit[:, None] & m_g[None, :]
+    b_s = tl.load(p_bounds + o_g[None, :] * width + b_unit[:, None], mask=m, other=0.0)
+    b_s *= scale_log2
+    if HAS_CAP:
+        b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s / logit_cap) + 1.0))
+        b_s *= 1.4426950408889634
+    b_size = tl.minimum(tokens - b_unit * UNIT, UNIT).to(tl.float32)
+    b_s += tl.log2(tl.maximum(b_size, 1.0))[:, None]
+    return tl.where(m, b_s, float("-inf"))
+
+
+@triton.jit
+def remaining_bounds_kernel(
+    bounds,
+    scores,
+    tail_start,
+    k_units,
+    reselect,
+    list_rows,
+    indices,
+    counts,
+    out,
+    width,
+    capacity,
+    steps,
+    sink,
+    recent,
+    scale_log2,
+    logit_cap,
+    floor,
+    margin,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BS: tl.constexpr,
+    UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+    BU: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
+    i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
+    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
+        tokens = tl.load(tail_start + i_r)
+        units = tl.cdiv(tokens, UNIT)
+        i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+        kept = tl.load(counts + i_l)
+        below, start, forced = forced_range(tokens, sink, recent, UNIT)
+        first = tl.minimum(forced, kept)
+        o_g = tl.arange(0, BS)
+        m_g = o_g < G
+        p_scores = scores + i_rh * width
+        p_bounds = bounds + i_rh * (G * width)
+        p_list = indices + i_l * capacity
+        # The worst of a list decides who is in it.
+        last = tl.load(p_list + kept - 1)
+        worst = rankable(tl.load(p_scores + last), (last < below) | (last >= start), last >= 0)
+
+        b_top = tl.full((BS,), float("-inf"), tl.float32)
+        for i_u in tl.range(0, units, BU):
+            o_u = i_u + tl.arange(0, BU)
+            b_s = _bound_logs(
+                p_bounds,
+                o_u,
+                o_u < units,
+                o_g,
+                m_g,
+                tokens,
+                width,
+                scale_log2,
+                logit_cap,
+                UNIT,
+                HAS_CAP,
+            )
+            b_top = tl.maximum(b_top, tl.max(b_s, 0))
+        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+
+        b_rest = tl.zeros((BS,), tl.float32)
+        for i_u in tl.range(0, units, BU):
+            o_u = i_u + tl.arange(0, BU)
+            m_u = o_u < units
+            b_s = _load_scores(p_scores, o_u, m_u, below, start)
+            m_u &= (b_s < worst) | ((b_s == worst) & (o_u > last))
+            b_s = _bound_logs(
+                p_bounds,
+                o_u,
+                m_u,
+                o_g,
+                m_g,
+                tokens,
+                width,
+                scale_log2,
+                logit_cap,
+                UNIT,
+                HAS_CAP,
+            )
+            b_rest += tl.sum(tl.exp2(b_s - b_top[None, :]), 0)
+
+        # Looks at the share from the last to the first, a tile of them at a time.
+        BT: tl.constexpr = BU // STEP
+        looks = tl.cdiv(kept - first, STEP)
+        p_out = out + (i_rh * G + o_g)[None, :] * steps
+        for i_t in tl.range(0, looks + 1, BT):
+            o_t = looks - i_t - tl.arange(0, BT)
+            o_n = first + o_t[:, None] * STEP + tl.arange(0, STEP)[None, :]
+            o_n = tl.reshape(o_n, (BU,))
+            m_n = (o_n >= first) & (o_n < kept)
+            b_unit = tl.load(p_list + o_n, mask=m_n, other=0)
+            b_s = _bound_logs(
+                p_bounds,
+                b_unit,
+                m_n,
+                o_g,
+                m_g,
+                tokens,
+                width,
+                scale_log2,
+                logit_cap,
+                UNIT,
+                HAS_CAP,
+            )
+            # [BT, BS]: mass of the microbatch after each look, then of all after it.
+            b_m = tl.sum(tl.reshape(tl.exp2(b_s - b_top[None, :]), (BT, STEP, BS)), 1)
+            b_after = b_rest[None, :] + tl.cumsum(b_m, 0)
+            b_out = tl.log2((b_after + floor) * margin) + b_top[None, :]
+            b_left = units - tl.minimum(first + o_t * STEP, kept)
+            b_out = tl.where((b_left > 0)[:, None], b_out, float("-inf"))
+            tl.store(p_out + o_t[:, None], b_out, mask=(o_t >= 0)[:, None] & m_g[None, :])
+            b_rest += tl.sum(b_m, 0)
+
+
+def rank_units_triton(
+    scores: torch.Tensor,
+    plan: DecodePlan,
+    picked: torch.Tensor,
+    *,
+    unit: int,
+    sink: int,
+    recent: int,
+    out_indices: torch.Tensor,
+    out_counts: torch.Tensor,
+    workspace: ProgressiveWorkspace,
+) -> None:
+    """Launch :func:`rank_units_kernel`: programs of a row and head rank its list in tiles."""
+    rows, heads, width = scores.shape
+    capacity = out_indices.shape[2]
+    rank_units_kernel[(rows * heads, triton.cdiv(capacity, RANK_TILE))](
+        scores,
+        picked,
+        plan.tail_start,
+        plan.k_units,
+        plan.reselect,
+        plan.list_rows,
+        out_indices,
+        out_counts,
+        workspace.lse,
+        workspace.least,
+        workspace.tickets,
+        width,
+        capacity,
+        workspace.lse.shape[2] * workspace.lse.shape[3],
+        sink,
+        recent,
+        H=heads,
+        UNIT=unit,
+        BA=RANK_TILE,
+        BC=OTHERS_TILE,
+        num_warps=4,
+    )
+
+
+def remaining_bounds_triton(
+    bounds: torch.Tensor,
+    scores: torch.Tensor,
+    plan: DecodePlan,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    unit: int,
+    sink: int,
+    recent: int,
+    microbatch: int,
+    sm_scale: float,
+    logit_cap: float,
+    out: torch.Tensor,
+) -> None:
+    """Launch :func:`remaining_bounds_kernel`, one program a row and KV head."""
+    rows, heads, group, width = bounds.shape
+    remaining_bounds_kernel[(rows * heads,)](
+        bounds,
+        scores,
+        plan.tail_start,
+        plan.k_units,
+        plan.reselect,
+        plan.list_rows,
+        indices,
+        counts,
+        out,
+        width,
+        indices.shape[2],
+        out.shape[3],
+        sink,
+        recent,
+        sm_scale * 1.4426950408889634,
+        logit_cap,
+        BOUND_FLOOR,
+        1 + BOUND_MARGIN,
+        H=heads,
+        G=group,
+        BS=next_power_of_2(group),
+        UNIT=unit,
+        STEP=microbatch // unit,
+        BU=BOUNDS_TILE,
+        HAS_CAP=logit_cap > 0,
+        num_warps=4,
+    )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line of the server's log on what progressive attention reached, at SGLang's own interval."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_sparse.launch import launch_of
+
+logger = logging.getLogger(__name__)
+
+Sums = Mapping[int, Mapping[str, int]]
+
+
+def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
+    """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step.
+
+    Reads the counters without waiting for the device, one interval late.
+    """
+    if reporter.forward_ct_decode % reporter.decode_log_interval:
+        return
+    if launch_of(reporter.scheduler.server_args) is None:
+        return
+    progressive = reporter.scheduler.tp_worker.model_runner.attn_backend.progressive
+    sums = None if progressive is None else progressive.counters.poll()
+    if sums is None:
+        return
+    before: Sums = getattr(reporter, "_sparse_progress", {})  # the same if none came since
+    reporter._sparse_progress = sums
+    text = line(before, sums)
+    if text is not None:
+        logger.info(text)
+
+
+def line(before: Sums, after: Sums) -> str | None:
+    """What changed between two readings, in words; None if no list was attended to."""
+    total: dict[str, int] = {}
+    parts = []
+    for layer, sums in after.items():
+        change = {name: count - before.get(layer, {}).get(name, 0) for name, count in sums.items()}
+        if change["pairs"] == 0:
+            continue
+        parts.append(f"{layer}: {change['blocks'] / change['domain_blocks']:.1%}")
+        for name, count in change.items():
+            total[name] = total.get(name, 0) + count
+    if not parts:
+        return None
+    pairs = total["pairs"]
+    return (
+        f"Sparse decode, #lists: {pairs}, blocks attended: {total['blocks'] / pairs:.1f} of "
+        f"{total['domain_blocks'] / pairs:.1f}, estimated share: "
+        f"{total['share_millionths'] / pairs / 1e6:.3f}, cap hits: {total['cap_hits']}, "
+        f"blocks by layer: {', '.join(parts)}"
+    )
