@@ -29,7 +29,7 @@ serve: $(STAMP)
 	$(PY) -m sglang_sparse.serve_reference $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not gpu" $(ARGS)
+	$(PY) -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

@@ -14,7 +14,11 @@ if not HAS_GPU:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` on a machine that has no NVIDIA GPU."""
+    """Keep tests that share servers in one worker; skip tests marked `gpu` without an NVIDIA GPU."""
+    for item in items:
+        if "e2e" in item.path.parts:
+            alone = item.path.stem == "test_start"  # starts servers of its own
+            item.add_marker(pytest.mark.xdist_group("starts" if alone else "servers"))
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
