@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the README's decode table from the JSON files of `decode_latency.py`.
 
-    python loadtest/render_latency.py loadtest/results/h200 README.md
+    python loadtest/render_latency.py loadtest/results/h200 README.md [NAME]
 
 The first argument holds `dense.json` and one file for each sparse method; the table goes between
-the markers `<!-- results:begin -->` and `<!-- results:end -->`.
+the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; NAME is `results` if it is not given.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 GIB = 2**30
 
 
@@ -62,9 +61,11 @@ def table(folder: Path) -> str:
 def main() -> None:
     """Replace what stands between the markers."""
     folder, readme = Path(sys.argv[1]), Path(sys.argv[2])
-    before, rest = readme.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    readme.write_text(f"{before}{BEGIN}\n{table(folder)}\n{END}{after}")
+    name = sys.argv[3] if len(sys.argv) > 3 else "results"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = readme.read_text().split(begin)
+    _, after = rest.split(end)
+    readme.write_text(f"{before}{begin}\n{table(folder)}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -8,15 +8,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_decode_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("folder", "name"), [("h200", "results"), ("h200-anchors-psa", "anchors")])
+def test_the_decode_tables_are_rendered_from_the_committed_results(
+    tmp_path: Path, folder: str, name: str
+) -> None:
     readme = tmp_path / "README.md"
     shutil.copy(ROOT / "README.md", readme)
-    script, results = (
-        ROOT / "loadtest" / "render_latency.py",
-        ROOT / "loadtest" / "results" / "h200",
-    )
-    subprocess.run([sys.executable, str(script), str(results), str(readme)], check=True)
+    script = ROOT / "loadtest" / "render_latency.py"
+    results = ROOT / "loadtest" / "results" / folder
+    subprocess.run([sys.executable, str(script), str(results), str(readme), name], check=True)
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_the_kernel_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
+    readme, report = tmp_path / "README.md", tmp_path / "bench.json"
+    shutil.copy(ROOT / "README.md", readme)
+    bench = ROOT / "kernels" / "bench"
+    shutil.copy(bench / "results" / "h200" / "bench-1f7985e.json", report)
+    subprocess.run([sys.executable, bench / "render.py", report, readme], check=True)
     assert readme.read_text() == (ROOT / "README.md").read_text()
