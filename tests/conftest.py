@@ -14,7 +14,7 @@ if not HAS_GPU:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share servers in one worker; skip tests marked `gpu` without an NVIDIA GPU."""
+    """Keep tests that share servers in one worker; skip tests marked `gpu` without a GPU."""
     for item in items:
         if "e2e" in item.path.parts:
             alone = item.path.stem == "test_start"  # starts servers of its own

@@ -18,7 +18,6 @@ import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import banner, compat, hooks, pools
 from sglang_sparse.backend.counters import DecodeCounters
@@ -27,6 +26,12 @@ from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import SelectAndAttend, compile_programs, selecting_layers
 from sglang_sparse.backend.progressive import ProgressiveBuffers, most_rows
 from sglang_sparse.backend.requests import RequestTable
+from sglang_sparse.backend.runner import (
+    check_runner,
+    first_kv_head_of,
+    launch_of_runner,
+    query_heads_of,
+)
 from sglang_sparse.backend.selection import (
     MOST_KEPT_BYTES,
     Limits,
@@ -35,9 +40,7 @@ from sglang_sparse.backend.selection import (
     kept_sets,
 )
 from sglang_sparse.checks import check_layer, refuse
-from sglang_sparse.config import ConfigError
 from sglang_sparse.graph_variants import Variant
-from sglang_sparse.launch import SparseLaunch, launch_of
 from sglang_sparse_kernels.plan import DecodePlan, plan_decode, snapshot_page_table
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
@@ -70,8 +73,8 @@ class SparseAttentionBackend(AttentionBackend):
         """
         super().__init__()
         hooks.verify()
-        launch = _launch_of(runner)
-        _check_runner(runner)
+        launch = launch_of_runner(runner)
+        check_runner(runner)
         self.launch = launch
         self.config = launch.config
         self.impl = pools.implementation(runner.server_args.device)
@@ -100,7 +103,7 @@ class SparseAttentionBackend(AttentionBackend):
             self.buffers,
             layers,
             self._request_slots,
-            _first_kv_head(runner),
+            first_kv_head_of(runner),
             self.impl,
             self.probe,
             self.progressive,
@@ -131,7 +134,7 @@ class SparseAttentionBackend(AttentionBackend):
 
     def _allocate_buffers(self, runner: ModelRunner) -> SelectionBuffers:
         pool = self.token_to_kv_pool
-        query_heads = self._query_heads(runner)
+        query_heads = query_heads_of(runner)
         limits = Limits.of(
             self.config,
             max_context=self.req_to_token_pool.req_to_token.shape[1],
@@ -192,14 +195,9 @@ class SparseAttentionBackend(AttentionBackend):
             self.buffers,
             unit=self.config.unit,
             layers=layers,
-            query_heads=self._query_heads(runner),
+            query_heads=query_heads_of(runner),
             head_dim=self.token_to_kv_pool.head_dim,
         )
-
-    @staticmethod
-    def _query_heads(runner: ModelRunner) -> int:
-        """Query heads of this rank."""
-        return int(runner.model_config.num_attention_heads // get_parallel().attn_tp_size)
 
     @property
     def inner(self) -> AttentionBackend:
@@ -463,52 +461,9 @@ class SparseAttentionBackend(AttentionBackend):
         scorers = sum(p.scorer.state_bytes() for p in programs if p.scorer is not None)
         plans = {id(plan): plan for plan in (self._eager_plan, self._graph_plan) if plan}
         tables = sum(plan.page_table.nbytes for plan in plans.values())
-        return self.buffers.nbytes() + scorers + tables + self.requests.nbytes()
         progressive = 0 if self.progressive is None else self.progressive.nbytes()
-        return self.buffers.nbytes() + progressive + scorers + tables
+        return self.buffers.nbytes() + progressive + scorers + tables + self.requests.nbytes()
 
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types."""
         return banner.facts(self)
-
-
-def _launch_of(runner: ModelRunner) -> SparseLaunch:
-    """What the flags resolved to; raises ConfigError if they never reached this process."""
-    launch = launch_of(runner.server_args)
-    if launch is None:
-        raise ConfigError(
-            flag="--attention-backend",
-            value="sparse",
-            problem="no sparse configuration reached this process",
-            allowed="a start through sglang.launch_server, sglang serve or sglang.Engine",
-            remedy="start it that way",
-        )
-    return launch
-
-
-def _first_kv_head(runner: ModelRunner) -> int:
-    """Global id of the first KV head of this rank."""
-    parallel, heads = get_parallel(), runner.model_config.get_total_num_kv_heads()
-    # With more ranks than KV heads, neighbours hold a copy of the same one.
-    return int(parallel.attn_tp_rank * heads // parallel.attn_tp_size)
-
-
-def _check_runner(runner: ModelRunner) -> None:
-    """Refuse, with a ConfigError, what only the loaded model and its pool reveal."""
-    pool, path = runner.token_to_kv_pool, runner.server_args.model_path
-    if not isinstance(pool, SparseMHATokenToKVPool):
-        raise refuse(
-            "--model-path",
-            path,
-            "models with the plain MHA KV pool",
-            f"this model's pool is {type(pool).__name__}: serve it dense",
-        )
-    expected = set(range(pool.start_layer, pool.end_layer))
-    attending = compat.attention_layer_ids(runner.model)
-    if attending != expected:
-        raise refuse(
-            "--model-path",
-            path,
-            "models in which every layer attends once through the KV pool",
-            f"layers {sorted(attending ^ expected)} of this one do not: serve it dense",
-        )

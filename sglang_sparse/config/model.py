@@ -201,6 +201,12 @@ class SparseConfig(Choice):
                 allowed=f"budget.cap of at most {MOST_RANKED_UNITS * self.unit}",
                 remedy="lower budget.cap, or score pages of more tokens",
             )
+        if self.score.kind == "exact" and self.score.pool == "heads":
+            raise InvalidConfig(
+                "score.pool heads makes one list a layer, and budget mass stops each KV head's own",
+                allowed="score.pool group with budget mass",
+                remedy="set score.pool to group, or choose another budget",
+            )
         if budget.estimator == "observed_min":
             return
         if self.score.kind not in ("page_minmax", "page_mean"):

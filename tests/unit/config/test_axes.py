@@ -219,6 +219,13 @@ def test_bounds_of_what_is_left_need_pages_scored_at_every_step() -> None:
     assert config_of(score=PageMean(), budget=smallest, cadence={"kind": "steps", "every": 2})
 
 
+def test_a_share_of_the_mass_needs_a_list_for_each_kv_head() -> None:
+    budget = MassBudget(epsilon=0.9, cap=2_048)
+    assert config_of(score=Exact(pool="group"), budget=budget)
+    with pytest.raises(ValidationError, match=r"score.pool group with budget mass"):
+        config_of(score=Exact(pool="heads"), budget=budget)
+
+
 def test_a_page_holds_whole_blocks() -> None:
     with pytest.raises(ValidationError, match=r"page_size a multiple of score.logical_page 64"):
         config_of(score=PageMean(logical_page=64), page_size=32)

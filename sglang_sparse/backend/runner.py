@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the backend asks of SGLang's model runner, and what it refuses once a model is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_sparse import compat
+from sglang_sparse.checks import refuse
+from sglang_sparse.config import ConfigError
+from sglang_sparse.launch import SparseLaunch, launch_of
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+def query_heads_of(runner: ModelRunner) -> int:
+    """Query heads of this rank."""
+    return int(runner.model_config.num_attention_heads // get_parallel().attn_tp_size)
+
+
+def launch_of_runner(runner: ModelRunner) -> SparseLaunch:
+    """What the flags resolved to; raises ConfigError if they never reached this process."""
+    launch = launch_of(runner.server_args)
+    if launch is None:
+        raise ConfigError(
+            flag="--attention-backend",
+            value="sparse",
+            problem="no sparse configuration reached this process",
+            allowed="a start through sglang.launch_server, sglang serve or sglang.Engine",
+            remedy="start it that way",
+        )
+    return launch
+
+
+def first_kv_head_of(runner: ModelRunner) -> int:
+    """Global id of the first KV head of this rank."""
+    parallel, heads = get_parallel(), runner.model_config.get_total_num_kv_heads()
+    # With more ranks than KV heads, neighbours hold a copy of the same one.
+    return int(parallel.attn_tp_rank * heads // parallel.attn_tp_size)
+
+
+def check_runner(runner: ModelRunner) -> None:
+    """Refuse, with a ConfigError, what only the loaded model and its pool reveal."""
+    pool, path = runner.token_to_kv_pool, runner.server_args.model_path
+    if not isinstance(pool, SparseMHATokenToKVPool):
+        raise refuse(
+            "--model-path",
+            path,
+            "models with the plain MHA KV pool",
+            f"this model's pool is {type(pool).__name__}: serve it dense",
+        )
+    expected = set(range(pool.start_layer, pool.end_layer))
+    attending = compat.attention_layer_ids(runner.model)
+    if attending != expected:
+        raise refuse(
+            "--model-path",
+            path,
+            "models in which every layer attends once through the KV pool",
+            f"layers {sorted(attending ^ expected)} of this one do not: serve it dense",
+        )
