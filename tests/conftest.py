@@ -13,6 +13,7 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep tests that share servers in one worker; skip tests marked `gpu` without a GPU."""
     for item in items:

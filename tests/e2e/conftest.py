@@ -120,7 +120,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
-MOST_RUNNING = 4  # servers at once; each takes one to two GiB
+MOST_RUNNING = 3  # servers at once; each takes three GiB
 
 
 @pytest.fixture(scope="session")
