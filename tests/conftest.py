@@ -13,13 +13,8 @@ if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep tests that share servers in one worker; skip tests marked `gpu` without a GPU."""
-    for item in items:
-        if "e2e" in item.path.parts:
-            alone = item.path.stem == "test_start"  # starts servers of its own
-            item.add_marker(pytest.mark.xdist_group("starts" if alone else "servers"))
+    """Skip tests marked `gpu` where there is none."""
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")

@@ -7,58 +7,63 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from live_server import MODEL, LiveServer
+from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 EVERYTHING = {"budget": {"kind": "tokens", "tokens": 32768}, "min_sparse_tokens": 64}
-SMALL_PAGES = {"page_size": 32}
-KEPT = {"cadence": {"every": 4}, "score": {"kind": "key_sketch", "refresh_every": 64}}
-CHOOSY = {"budget": {"kind": "tokens", "tokens": 256}, "min_sparse_tokens": 64}
-OPERATED = {
-    "budget": {"kind": "tokens", "tokens": 256},
-    "min_sparse_tokens": 1200,
+# A request may ask for anything up to the whole context.
+CHOOSY = {
+    "budget": {"kind": "tokens", "tokens": 256, "max_tokens": 32768},
+    "min_sparse_tokens": 64,
+}
+KEPT = {
     "cadence": {"every": 4},
+    "score": {"kind": "key_sketch", "refresh_every": 64},
+    "page_size": 32,
 }
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
-WHOLE_MASS = {"budget": {"epsilon": 1.0, "cap": 32768}, "min_sparse_tokens": 64}
-SKETCH_MASS = {
-    "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
+WHOLE_MASS = {
+    "budget": {"epsilon": 1.0, "cap": 32768},
     "min_sparse_tokens": 64,
+    "cadence": {"every": 4},
 }
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "dense": ([], {}),
-    "sparcas-everything": ([*SPARSE, "sparcas", "--sparse-config", json.dumps(EVERYTHING)], {}),
-    "page_minmax-everything": (
-        [*SPARSE, "page_minmax", "--sparse-config", json.dumps(EVERYTHING)],
-        {},
-    ),
-    # Selections kept over four steps, channels over all: every kind of state that outlives a step.
-    "sparcas-kept": (
-        [*SPARSE, "sparcas", "--sparse-config", json.dumps(EVERYTHING | KEPT)],
-        {},
-    ),
+    "dense": ([*("--chunked-prefill-size", "512"), *("--page-size", "64")], {}),
     # The probe compares every decode step with dense attention; it cannot look into a graph.
     "sparcas": (
         [*SPARSE, "sparcas", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
+    # With everything that an operator may switch on.
     "page_minmax": (
-        [*SPARSE, "page_minmax", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        [
+            *SPARSE,
+            "page_minmax",
+            *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
+            "--enable-metrics",
+            "--enable-custom-logit-processor",
+            "--disable-cuda-graph",
+        ],
+        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
     ),
-    # A share of one is reached by nothing less than the whole context.
-    "psa-everything": (
-        [*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)],
+    # Selections kept over four steps, channels over all: every kind of state that outlives a step;
+    # prompts in many chunks, and a pool that three of them overfill.
+    "sparcas-kept": (
+        [
+            *SPARSE,
+            "sparcas",
+            *("--sparse-config", json.dumps(CHOOSY | KEPT)),
+            *("--chunked-prefill-size", "512"),
+            *("--max-total-tokens", "8192"),
+            "--enable-metrics",
+        ],
         {},
     ),
-    # A share of the mass over tokens scored by a sketch, its ranking kept over four steps.
-    "mass-kept": (
-        [*SPARSE, "sparcas", "--sparse-config", json.dumps(KEPT | SKETCH_MASS)],
-        {},
-    ),
+    # A share of one is reached by nothing less than the whole context; kept over four steps.
+    "psa-everything": ([*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)], {}),
     "psa": (
         [
             *SPARSE,
@@ -68,29 +73,6 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--disable-cuda-graph",
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
-    ),
-    # Prompts in many chunks, and a pool that three of them overfill.
-    "sparcas-chunked": (
-        [
-            *SPARSE,
-            "sparcas",
-            *("--sparse-config", json.dumps(CHOOSY | SMALL_PAGES)),
-            *("--chunked-prefill-size", "512"),
-            *("--max-total-tokens", "8192"),
-            "--disable-cuda-graph",
-        ],
-        {},
-    ),
-    # Everything that an operator may switch on; selections are kept for four steps.
-    "operated": (
-        [
-            *SPARSE,
-            "page_minmax",
-            *("--sparse-config", json.dumps(OPERATED)),
-            "--enable-metrics",
-            "--enable-custom-logit-processor",
-        ],
-        {"SGLANG_SPARSE_VERIFY": "1"},
     ),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
@@ -112,15 +94,20 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
-    "dense-chunked": (
-        [*("--chunked-prefill-size", "512"), *("--page-size", "64"), "--disable-cuda-graph"],
-        {},
-    ),
 }
 
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
-MOST_RUNNING = 3  # servers at once; each takes three GiB
+MOST_RUNNING = 4  # servers at once; each takes three GiB
+BY_SGLANG_SERVE = ("sparcas-kept",)  # started by the command `sglang serve`
+# So that a server is started once: those that tests share are last in one file, first in the next.
+FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade", "start")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files of this folder in the order of :data:`FILES`, behind all others."""
+    names = [f"test_{name}" for name in FILES]
+    items.sort(key=lambda i: names.index(i.path.stem) + 1 if "e2e" in i.path.parts else 0)
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +122,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             if len(running) == MOST_RUNNING:
                 running.pop(next(iter(running))).close()
             args, env = CONFIGURATIONS[name]
-            live = LiveServer(args, logs / f"{name}.log", env).wait_until_up()
+            command = [SGLANG, "serve"] if name in BY_SGLANG_SERVE else LAUNCH_SERVER
+            live = LiveServer(args, logs / f"{name}.log", env, command).wait_until_up()
         running[name] = live  # the last one is the one used last
         return live
 

@@ -30,7 +30,7 @@ RUN = CliRunner()
 @pytest.fixture(scope="module")
 def live(server: Callable[[str], LiveServer]) -> LiveServer:
     """A server that can decode a given text."""
-    return server("operated")
+    return server("page_minmax")
 
 
 def arguments(live: LiveServer, out: Path, **changes: str) -> list[str]:
@@ -76,7 +76,7 @@ def test_dense_and_budgets_from_one_server_in_one_table(live: LiveServer, tmp_pa
         assert cell["count"] == COUNT
         assert cell["low"] <= cell["value"] <= cell["high"]
         assert task == "perplexity" or cell["value"] in (0, 0.5, 1)
-    # Pages of 16 tokens, selected every four steps, are too coarse for these budgets at times.
+    # Pages of 16 tokens are too coarse for these budgets at times.
     assert cells["passkey", "dense"]["value"] == 1
     values = {arm: cells["perplexity", arm]["value"] for arm in ("dense", "128", "256")}
     assert values["dense"] == pytest.approx(perplexity_of_the_model(), rel=1e-3)
@@ -105,8 +105,8 @@ def test_dense_and_budgets_from_one_server_in_one_table(live: LiveServer, tmp_pa
     [
         ({"base_url": "http://127.0.0.1:9"}, ["--base-url", "no SGLang server answered"]),
         ({"tasks": "passkeys"}, ["--tasks passkeys", "passkey"]),
-        ({"budgets": "100000"}, ["--budgets 100000", "to 256"]),
-        ({"budgets": "many"}, ["--budgets many", "to 256"]),
+        ({"budgets": "100000"}, ["--budgets 100000", "to 32768"]),
+        ({"budgets": "many"}, ["--budgets many", "to 32768"]),
         ({"lengths": "12"}, ["--lengths 12", "256 to"]),
         ({"text": "/no/such/file"}, ["--text /no/such/file"]),
         ({"lengths": "32000"}, ["--text", "too few"]),

@@ -35,7 +35,7 @@ KINDS = {"E2E", "TTFT", "TPOT", "TOK/S"}
 @pytest.fixture(scope="module")
 def live(server: Server) -> LiveServer:
     """A server with metrics, which can check its planes."""
-    return server("operated")
+    return server("page_minmax")
 
 
 def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_soak_leaves_planes_memory_and_server_as_they_should_be(live: LiveServ
 def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
     server: Server, tmp_path: Path
 ) -> None:
-    sparse, dense = server("sparcas"), server("dense-chunked")
+    sparse, dense = server("sparcas"), server("dense")
     command = [sys.executable, str(LOADTEST / "programs" / "compare.py"), "--repeats", "60"]
     command += ["--dense", dense.url, "--sparse", sparse.url, "--out", str(tmp_path / "out.json")]
     before = sparse.sparse_state()["decode_steps"]["sparse"]

@@ -7,6 +7,7 @@ import json
 import re
 import urllib.error
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,31 @@ from prometheus_client.parser import text_string_to_metric_families
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 DASHBOARD = Path(__file__).parents[2] / "loadtest" / "monitoring" / "sglang-sparse-dashboard.json"
-TOKENS, BUDGET, MIN_SPARSE, EVERY, UNIT = 8, 256, 1200, 4, 16
+TOKENS, BUDGET = 8, 256
 SELECTING, LAYERS = 5, 6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What of a server's configuration the counts depend on; lengths in tokens."""
+
+    min_sparse: int
+    every: int
+    refresh: int
+    unit: int
+    page: int
+
+
+SETTINGS = {
+    "page_minmax": Setting(min_sparse=512, every=1, refresh=1, unit=16, page=64),
+    "sparcas-kept": Setting(min_sparse=64, every=4, refresh=64, unit=1, page=32),
+}
 
 
 @pytest.fixture(scope="module")
 def live(server: Callable[[str], LiveServer]) -> LiveServer:
     """A server with metrics."""
-    return server("operated")
+    return server("page_minmax")
 
 
 def scrape(live: LiveServer) -> dict[tuple[str, str], float]:
@@ -40,15 +58,18 @@ def scrape(live: LiveServer) -> dict[tuple[str, str], float]:
     return found
 
 
-def expected(requests: list[tuple[int, int | None]]) -> dict[tuple[str, str], int]:
+def expected(
+    setting: Setting, requests: list[tuple[int, int | None]]
+) -> dict[tuple[str, str], int]:
     """Counts by hand, one token at a time.
 
     Args:
+        setting: of the server.
         requests: (prompt tokens, budget) of each; None for a request that asked to be dense.
     """
     rows = dense = visible = attended = units = selections = refreshes = 0
     for prompt, budget in requests:
-        first_sparse = max(MIN_SPARSE, prompt + 1)
+        first_sparse = max(setting.min_sparse, prompt + 1)
         # The first token comes out of the prefill.
         for length in range(prompt + 1, prompt + TOKENS):
             rows += 1
@@ -57,16 +78,18 @@ def expected(requests: list[tuple[int, int | None]]) -> dict[tuple[str, str], in
                 dense += 1
                 attended += length
                 continue
-            phase = (length - first_sparse) % EVERY
+            steps = length - first_sparse
+            phase = steps % setting.every
             tail = length - 1 - phase
-            pages = -(-tail // UNIT)
-            kept = min(-(-budget // UNIT), pages)
-            # The newest page is always kept, whole or not.
-            attended += sum(min(UNIT, tail - p * UNIT) for p in range(pages - kept, pages))
+            unit = setting.unit
+            there = -(-tail // unit)
+            kept = min(-(-budget // unit), there)
+            # The newest unit is always kept, whole or not.
+            attended += sum(min(unit, tail - u * unit) for u in range(there - kept, there))
             attended += length - tail
             units += kept
             selections += phase == 0
-            refreshes += 1
+            refreshes += steps % setting.refresh == 0
     dense_layers = LAYERS - SELECTING
     return {
         ("decode_rows_total", ""): rows,
@@ -75,19 +98,21 @@ def expected(requests: list[tuple[int, int | None]]) -> dict[tuple[str, str], in
         ("kv_tokens_total", "dense"): visible * dense_layers,
         ("kv_tokens_attended_total", "select"): attended * SELECTING,
         ("kv_tokens_attended_total", "dense"): visible * dense_layers,
-        ("selected_units_total", str(UNIT)): units,
+        ("selected_units_total", str(setting.unit)): units,
         ("selections_total", ""): selections,
         ("selection_refreshes_total", ""): refreshes,
         ("cap_hits_total", ""): 0,
     }
 
 
+@pytest.mark.parametrize("name", SETTINGS)
 def test_metrics_of_a_scripted_run_are_the_counts_made_by_hand(
-    live: LiveServer, prompts: list[list[int]]
+    server: Callable[[str], LiveServer], prompts: list[list[int]], name: str
 ) -> None:
+    live, setting = server(name), SETTINGS[name]
     live.flush()
     before = scrape(live)
-    ids = [prompts[0], prompts[5], prompts[10], prompts[9]]
+    ids = [prompts[0][:400], prompts[5], prompts[10], prompts[9]]
     budgets: list[int | None] = [BUDGET, 128, BUDGET, None]
     asked: list[dict[str, Any]] = [{}, {"budget": 128}, {}, {"mode": "dense"}]
     sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
@@ -102,11 +127,11 @@ def test_metrics_of_a_scripted_run_are_the_counts_made_by_hand(
     after = scrape(live)
     changes = {key: after[key] - before.get(key, 0) for key in after}
     lengths = [len(p) for p in ids]
-    for key, count in expected(list(zip(lengths, budgets, strict=True)) * 2).items():
+    for key, count in expected(setting, list(zip(lengths, budgets, strict=True)) * 2).items():
         assert changes[key] == count, key
     assert cached > 4000
     assert changes["plane_reuse_tokens_total", ""] == cached
-    assert changes["plane_reuse_pages_total", ""] * 64 == cached
+    assert changes["plane_reuse_pages_total", ""] * setting.page == cached
     assert 4 <= changes["plane_reuse_prefills_total", ""] <= 8
     assert changes["decode_steps_total", "sparse"] >= 2 * (TOKENS - 1)
     # One publication, at least, whose mean share is that of the run.
@@ -123,7 +148,7 @@ def test_server_info_says_what_runs(live: LiveServer) -> None:
     ]  # fmt: skip
     assert re.fullmatch("[0-9a-f]{12}", state["preset_hash"])
     assert state["layers"] == {"dense": [0], "select": [1, 2, 3, 4, 5]}
-    assert state["request_budget"]["most"] == BUDGET
+    assert state["request_budget"]["most"] == 32768
     assert state["request_budget"]["unit"] == "tokens"
     assert state["graphs"]["decode"] in ("captured", "off")
     gauges = scrape(live)

@@ -50,7 +50,7 @@ def test_rows_of_one_batch_answer_as_servers_that_were_started_so(
         live = server(name)
         live.flush()
         expected[name] = [token_ids(live.generate([p], TOKENS, ignore_eos=True))[0] for p in ids]
-    live = server("sparcas-everything")
+    live = server("sparcas")
     live.flush()
     rows = [ids[0], ids[1], ids[2], ids[0], ids[1], ids[2]]
     # The server's budget holds everything; three rows ask for the 256 tokens of the other server.
@@ -62,7 +62,7 @@ def test_rows_of_one_batch_answer_as_servers_that_were_started_so(
 def test_a_batch_that_asked_to_be_dense_runs_the_dense_variant(
     server: Server, prompts: list[list[int]]
 ) -> None:
-    live = server("sparcas-everything")
+    live = server("sparcas")
     before = live.sparse_state()["decode_steps"]
     ask(live, prompts[4:6], [DENSE, DENSE])
     after = live.sparse_state()["decode_steps"]
@@ -105,7 +105,7 @@ def completion(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", body | more
 
 
-RANGE = "49 to 256"
+RANGE = "49 to 32768"
 # name -> (path and body, words of the answer); the status is 400 each time.
 MALFORMED: dict[str, tuple[tuple[str, Any], list[str]]] = {
     "an unknown key": (generate({"sparse": {"bugdet": 128}}), ["sparse.bugdet", RANGE]),
@@ -118,7 +118,7 @@ MALFORMED: dict[str, tuple[tuple[str, Any], list[str]]] = {
     "a budget as object": (generate({"sparse": {"budget": {"tokens": 128}}}), [RANGE]),
     "a share for tokens": (generate({"sparse": {"budget": 0.1}}), ["0.1", "whole", RANGE]),
     "too small a budget": (generate({"sparse": {"budget": 48}}), ["sparse.budget 48", RANGE]),
-    "too large a budget": (generate({"sparse": {"budget": 257}}), ["257", RANGE, "max_tokens"]),
+    "too large a budget": (generate({"sparse": {"budget": 32769}}), ["32769", RANGE, "max_tokens"]),
     "a huge budget": (generate({"sparse": {"budget": 10**18}}), ["sparse.budget 10", RANGE]),
     "dense with a budget": (
         generate({"sparse": {"mode": "dense", "budget": 128}}),

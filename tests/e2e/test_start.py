@@ -14,25 +14,52 @@ from live_server import MODEL, LiveServer, base_args
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
-SGLANG = str(Path(sys.executable).with_name("sglang"))
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 # Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
+# What must happen before plugins are loaded happens in a copy of it.
 DRIVER = """
-import json, sys
+import contextlib, io, json, os, sys
+import sglang.srt.mem_cache.kv_cache_configurator as configurator
 from sglang.srt.plugins import load_plugins
-load_plugins()
 from sglang.srt.server_args import prepare_server_args
-results = []
-for args in json.load(sys.stdin):
+
+def outcome(args, prepare=lambda: None):
+    said = io.StringIO()
     try:
-        prepare_server_args(args)
-        results.append(["started", ""])
+        with contextlib.redirect_stderr(said):
+            prepare()
+            load_plugins()
+            prepare_server_args(args)
+        return ["started", ""]
     except SystemExit as end:
-        results.append([str(end.code), ""])
+        return [str(end.code), said.getvalue()]
     except Exception as error:
-        results.append([type(error).__name__, str(error)])
+        return [type(error).__name__, str(error)]
+
+def outcome_in_a_copy(args, prepare):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.write(writer, json.dumps(outcome(args, prepare)).encode())
+        os._exit(0)
+    os.wait()
+    return json.loads(os.read(reader, 65536))
+
+def lose_a_hook():
+    from sglang_sparse import pools
+    del configurator.KVCacheConfigurator._build_mha_kv_pool
+
+def leave_plugins_out():
+    os.environ["SGLANG_PLUGINS"] = "none"
+
+request = json.load(sys.stdin)
+results = {}
+for name, prepare in [("lost hook", lose_a_hook), ("no plugin", leave_plugins_out)]:
+    results[name] = outcome_in_a_copy(request[name], prepare)
+for name, args in request.items():
+    if name not in results:
+        results[name] = outcome(args)
 print("RESULTS" + json.dumps(results))
 """
 
@@ -191,8 +218,8 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What each refused command line, and two good ones, ended with."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """How each command line ended (a status, an exception's name, or "started") and its words."""
     tmp = tmp_path_factory.mktemp("refusals")
     (tmp / "damaged.json").write_text('{"layers": ')
     models = {"mla": MLA, "mistral": MISTRAL, "wide": WIDE, "multiquery": MULTIQUERY}
@@ -201,26 +228,28 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (tmp / name / "config.json").write_text(json.dumps(config))
     lines = {name: flags for name, (flags, _) in REFUSALS.items()}
     lines |= {"good": SPARSE, "dense": ["--attention-backend", "torch_native"]}
-    commands = [
-        [*base_args(), *(f.replace("{TMP}", str(tmp)) for f in flags)] for flags in lines.values()
-    ]
+    lines |= {"lost hook": SPARSE, "no plugin": ["--attention-backend", "sparse"]}
+    request = {
+        name: [*base_args(), *(f.replace("{TMP}", str(tmp)) for f in flags)]
+        for name, flags in lines.items()
+    }
     done = subprocess.run(
         [sys.executable, "-c", DRIVER],
-        input=json.dumps(commands),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         check=True,
         timeout=500,
     )
-    results = json.loads(done.stdout.rsplit("RESULTS", 1)[1])
-    return {name: result for name, (result, _) in zip(lines, results, strict=True)}
+    results: dict[str, list[str]] = json.loads(done.stdout.rsplit("RESULTS", 1)[1])
+    return results
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_start_that_cannot_be_served_is_refused_in_one_line(
-    outcomes: dict[str, str], name: str
+    outcomes: dict[str, list[str]], name: str
 ) -> None:
-    line = outcomes[name]
+    line, _ = outcomes[name]
     assert line.startswith("sglang-sparse: error: ")
     assert "\n" not in line
     assert "allowed: " in line
@@ -229,8 +258,20 @@ def test_a_start_that_cannot_be_served_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["good", "dense"])
-def test_good_flags_are_not_refused(outcomes: dict[str, str], name: str) -> None:
-    assert outcomes[name] == "started"
+def test_good_flags_are_not_refused(outcomes: dict[str, list[str]], name: str) -> None:
+    assert outcomes[name] == ["started", ""]
+
+
+def test_a_hook_that_lost_its_target_stops_the_start(outcomes: dict[str, list[str]]) -> None:
+    line, _ = outcomes["lost hook"]
+    assert line.startswith("sglang-sparse: error: ")
+    assert "_build_mha_kv_pool" in line
+
+
+def test_without_the_plugin_the_backend_is_unknown(outcomes: dict[str, list[str]]) -> None:
+    status, said = outcomes["no plugin"]
+    assert status == "2"
+    assert "invalid choice: 'sparse'" in said
 
 
 def test_a_refused_start_exits_with_an_error_status(tmp_path: Path) -> None:
@@ -243,53 +284,3 @@ def test_a_refused_start_exits_with_an_error_status(tmp_path: Path) -> None:
         line for line in live.log.read_text().splitlines() if "sglang-sparse: error" in line
     ]
     assert len(refusals) == 1
-
-
-def test_sglang_serve_takes_the_flags_too(tmp_path: Path) -> None:
-    live = LiveServer(SPARSE, tmp_path / "log", command=[SGLANG, "serve"]).wait_until_up()
-    try:
-        assert live.sparse_state()["method"] == "sparcas"
-        banner = [line for line in live.log.read_text().splitlines() if "sglang-sparse 0" in line]
-        assert len(banner) == 1
-        for word in ("sparcas", "5 layers select", "planes", "MiB", "sglang 0.5.17 (tested)"):
-            assert word in banner[0]
-    finally:
-        live.close()
-
-
-def test_a_hook_that_lost_its_target_stops_the_start() -> None:
-    script = (
-        "import sys\n"
-        "from sglang_sparse import pools\n"
-        "import sglang.srt.mem_cache.kv_cache_configurator as module\n"
-        "del module.KVCacheConfigurator._build_mha_kv_pool\n"
-        "from sglang.srt.plugins import load_plugins\n"
-        "load_plugins()\n"
-        "from sglang.srt.server_args import prepare_server_args\n"
-        "prepare_server_args(sys.argv[1:])\n"
-    )
-    command = [sys.executable, "-c", script, *base_args(), *SPARSE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode != 0
-    assert "_build_mha_kv_pool" in done.stderr.splitlines()[-1]
-
-
-def test_without_the_plugin_the_backend_is_unknown() -> None:
-    script = (
-        "import sys\n"
-        "from sglang.srt.plugins import load_plugins\n"
-        "load_plugins()\n"
-        "from sglang.srt.server_args import prepare_server_args\n"
-        "prepare_server_args(sys.argv[1:])\n"
-    )
-    command = [sys.executable, "-c", script, *base_args(), "--attention-backend", "sparse"]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", "SGLANG_PLUGINS": "none"},
-    )
-    assert done.returncode != 0
-    assert "invalid choice: 'sparse'" in done.stderr

@@ -22,6 +22,8 @@ from sglang_sparse.config import configs_dir
 
 MODEL = (configs_dir() / "reference" / "model").resolve()
 START_SECONDS = 240
+LAUNCH_SERVER = [sys.executable, "-m", "sglang.launch_server"]
+SGLANG = str(Path(sys.executable).with_name("sglang"))
 
 BASE_ARGS = [
     *("--model-path", str(MODEL)),
@@ -51,7 +53,7 @@ def server_environment(extra: dict[str, str]) -> dict[str, str]:
 
 
 class LiveServer:
-    """One ``python -m sglang.launch_server`` process.
+    """One server process, of ``python -m sglang.launch_server`` unless told otherwise.
 
     Attributes:
         url: its address.
@@ -63,7 +65,7 @@ class LiveServer:
         args: list[str],
         log: Path,
         env: dict[str, str] | None = None,
-        command: Sequence[str] = (sys.executable, "-m", "sglang.launch_server"),
+        command: Sequence[str] = LAUNCH_SERVER,
     ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
