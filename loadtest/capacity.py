@@ -18,7 +18,8 @@ import json
 import statistics
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +163,19 @@ def within(outcome: dict[str, Any], limit_s: float) -> bool:
     )
 
 
-def search(run: Any, limits: dict[str, float], settings: Settings) -> list[dict[str, Any]]:
-    """Trials in the order in which they were run: doubling, then bisection for each objective.
+def search(
+    run: Callable[[float], dict[str, Any]],
+    limits: dict[str, float],
+    settings: Settings,
+    note: Callable[[list[dict[str, Any]]], None] = lambda trials: None,
+) -> list[dict[str, Any]]:
+    """Trials in the order in which they were run: doubling, then bisection.
 
     Args:
         run: rate -> outcome of :func:`trial`.
         limits: seconds between tokens of each objective.
         settings: of the search.
+        note: told the trials so far after each of them.
     """
     trials: list[dict[str, Any]] = []
     begin = time.perf_counter()
@@ -177,22 +184,23 @@ def search(run: Any, limits: dict[str, float], settings: Settings) -> list[dict[
         return time.perf_counter() - begin < settings.limit
 
     def attempt(rate: float) -> dict[str, Any]:
-        outcome: dict[str, Any] = run(rate)
+        outcome = run(rate)
         outcome["within"] = {name: within(outcome, limit) for name, limit in limits.items()}
         trials.append(outcome)
+        note(trials)
         print(json.dumps(outcome), flush=True)
         return outcome
 
     rate = settings.first_rate
     while again() and any(attempt(rate)["within"].values()) and rate < settings.most_rate:
         rate = min(2 * rate, settings.most_rate)
-    for name in limits:
-        for _ in range(settings.bisections):
+    # In turn, so that a limit of time leaves both objectives about as well known.
+    for _ in range(settings.bisections):
+        for name in limits:
             low = best_rate(trials, name)
             high = min((t["rate"] for t in trials if not t["within"][name]), default=None)
-            if high is None or not again():
-                break
-            attempt((low + high) / 2 if low else high / 2)
+            if high is not None and again():
+                attempt((low + high) / 2 if low else high / 2)
     return trials
 
 
@@ -202,42 +210,69 @@ def best_rate(trials: list[dict[str, Any]], name: str) -> float:
     return max((t["rate"] for t in trials if t["within"][name] and t["rate"] < failed), default=0.0)
 
 
-def measure(base_url: str, label: str, scenario: Scenario, settings: Settings) -> dict[str, Any]:
-    """Everything about one server; a report's JSON."""
+def measure(
+    base_url: str,
+    label: str,
+    scenario: Scenario,
+    settings: Settings,
+    out: Path,
+    **where: str | None,
+) -> None:
+    """Everything about one server; the report is written anew after each trial.
+
+    Args:
+        base_url: of the server.
+        label: its name in the report.
+        scenario: what is asked.
+        settings: of the search.
+        out: folder of the report, `LABEL.json`.
+        where: what else to note: the device, the commit.
+    """
     info = call(base_url, "/server_info")
     warm(base_url, scenario)
     alone = unloaded(base_url, scenario, settings.seed)
     limits = {name: factor * alone["step_s"] for name, factor in FACTORS.items()}
     print(json.dumps({"label": label, **alone}), flush=True)
-    trials = search(lambda rate: trial(base_url, scenario, rate, settings, alone), limits, settings)
-    return {
+    report = {
         "label": label,
         "scenario": scenario.name,
         "about": scenario.about,
+        **where,
         "sglang": info.get("version"),
         "max_total_num_tokens": info.get("max_total_num_tokens"),
         "sparse": (info.get("internal_states") or [{}])[0].get("sparse"),
-        "settings": settings.__dict__,
+        "settings": asdict(settings),
         "unloaded": alone,
         "limits_s": limits,
-        "capacity": {name: best_rate(trials, name) for name in limits},
-        "trials": trials,
     }
+
+    def write(trials: list[dict[str, Any]]) -> None:
+        report["capacity"] = {name: best_rate(trials, name) for name in limits}
+        # Where the search for each objective stands: the lowest rate that failed it.
+        report["failed_at"] = {
+            name: min((t["rate"] for t in trials if not t["within"][name]), default=None)
+            for name in limits
+        }
+        report["trials"] = trials
+        (out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+    search(lambda r: trial(base_url, scenario, r, settings, alone), limits, settings, write)
 
 
 def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Settings) -> None:
     """Start each named configuration on a GPU, one after the other."""
     from compare_latency import gpu, output_of, running_server
 
+    where = {
+        "device": gpu("name"),
+        "commit": args.commit or output_of("git", "rev-parse", "--short", "HEAD"),
+    }
     for label in args.start:
         # With metrics a server says how long each request was queued.
         with running_server(
             label, args.model, args.port, args.max_batch, args.out, "--enable-metrics"
         ) as url:
-            report = measure(url, label, scenario, settings)
-        report["device"] = gpu("name")
-        report["commit"] = args.commit or output_of("git", "rev-parse", "--short", "HEAD")
-        (args.out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
+            measure(url, label, scenario, settings, args.out, **where)
 
 
 def main() -> None:
@@ -270,8 +305,7 @@ def main() -> None:
     if args.start:
         start_and_measure(args, scenario, settings)
     else:
-        report = measure(args.base_url, args.label, scenario, settings)
-        (args.out / f"{args.label}.json").write_text(json.dumps(report, indent=1) + "\n")
+        measure(args.base_url, args.label, scenario, settings, args.out)
     write_report(args.out)
 
 

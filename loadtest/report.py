@@ -79,7 +79,10 @@ def _cell(value: Any, scale: float = 1, digits: int = 2) -> str:
 
 def _table(reports: list[dict[str, Any]]) -> str:
     names = list(reports[0]["capacity"])
-    heads = "".join(f"<th>{name}: requests/s</th><th>beside the first</th>" for name in names)
+    heads = "".join(
+        f"<th>{name}: requests/s</th><th>lowest that failed</th><th>beside the first</th>"
+        for name in names
+    )
     rows = []
     for report in reports:
         row = f"<td class=name>{html.escape(report['label'])}</td>"
@@ -87,7 +90,8 @@ def _table(reports: list[dict[str, Any]]) -> str:
         row += _cell(report["unloaded"]["first_token_s"], 1000, 0)
         for name in names:
             base, rate = reports[0]["capacity"][name], report["capacity"][name]
-            row += _cell(rate) + (f"<td>{rate / base:.2f} x</td>" if base else "<td>-</td>")
+            row += _cell(rate) + _cell(report.get("failed_at", {}).get(name))
+            row += f"<td>{rate / base:.2f} x</td>" if base else "<td>-</td>"
         rows.append(f"<tr>{row}</tr>")
     return (
         "<table><tr><th class=name>server</th><th>decode step alone, ms</th>"

@@ -86,8 +86,7 @@ def main() -> None:
     with local_server("dense", out) as dense, local_server("sparcas", out, soak.VERIFY) as sparse:
         found = {name: summary(locust(sparse.url, name, out)) for name in RUNS}
         for label, server in (("dense", dense), ("sparcas", sparse)):
-            report = measure(server.url, label, scenario, settings)
-            (out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
+            measure(server.url, label, scenario, settings, out)
         command = [sys.executable, str(HERE / "programs" / "compare.py"), "--repeats", "60"]
         command += ["--dense", dense.url, "--sparse", sparse.url]
         subprocess.run([*command, "--out", str(out / "programs.json")], check=True)
