@@ -35,13 +35,14 @@ class Journal:
         kept.write_text(json.dumps(settings, indent=1) + "\n")
         self._lock = threading.Lock()
         self._entries: dict[Key, dict[str, Any]] = {}
-        if self._path.exists():
-            for line in self._path.read_text().splitlines():
-                try:
-                    entry = json.loads(line)
-                except ValueError:
-                    continue  # the last line of a run that was killed
-                self._entries[self._key(entry)] = entry
+        text = self._path.read_text() if self._path.exists() else ""
+        if text and not text.endswith("\n"):
+            # A run was killed while it wrote its last line.
+            text = text[: text.rfind("\n") + 1]
+            self._path.write_text(text)
+        for line in text.splitlines():
+            entry = json.loads(line)
+            self._entries[self._key(entry)] = entry
 
     @staticmethod
     def _key(entry: dict[str, Any]) -> Key:

@@ -7,7 +7,9 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer
+from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
+from machine import HAS_GPU
+from server_host import Host
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -98,8 +100,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
-MOST_RUNNING = 4  # servers at once; each takes three GiB
-BY_SGLANG_SERVE = ("sparcas-kept",)  # started by the command `sglang serve`
+MOST_RUNNING = 5  # servers at once; each takes most of a GiB
+BY_SGLANG_SERVE = ("sparcas-kept",)  # started by the command `sglang serve`; others are forked
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade", "start")
 
@@ -115,6 +117,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     """``server(name)``: the running server of one of :data:`CONFIGURATIONS`."""
     logs = tmp_path_factory.mktemp("servers")
     running: dict[str, LiveServer] = {}
+    # Importing may touch CUDA, which does not survive a fork.
+    forking = None if HAS_GPU else Host(server_environment({}))
 
     def start(name: str) -> LiveServer:
         live = running.pop(name, None)
@@ -122,14 +126,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             if len(running) == MOST_RUNNING:
                 running.pop(next(iter(running))).close()
             args, env = CONFIGURATIONS[name]
-            command = [SGLANG, "serve"] if name in BY_SGLANG_SERVE else LAUNCH_SERVER
-            live = LiveServer(args, logs / f"{name}.log", env, command).wait_until_up()
+            by_command = name in BY_SGLANG_SERVE
+            command = [SGLANG, "serve"] if by_command else LAUNCH_SERVER
+            host = None if by_command else forking
+            live = LiveServer(args, logs / f"{name}.log", env, command, host).wait_until_up()
         running[name] = live  # the last one is the one used last
         return live
 
     yield start
     for live in running.values():
         live.close()
+    if forking is not None:
+        forking.close()
 
 
 @pytest.fixture(scope="session")

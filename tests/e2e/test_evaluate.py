@@ -23,7 +23,7 @@ from sglang_sparse.tasks import FileEncoder
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-LENGTH, DECODED, COUNT = 1500, 16, 2
+LENGTH, DECODED, COUNT = 900, 16, 2
 RUN = CliRunner()
 
 
@@ -92,6 +92,10 @@ def test_dense_and_budgets_from_one_server_in_one_table(live: LiveServer, tmp_pa
     lines = journal.read_text().splitlines()
     journal.write_text("\n".join(lines[:-2]) + "\n" + lines[-2][:20])
     asked = live.sparse_state()["plane_reuse"]["prefills"]
+    assert RUN.invoke(app, arguments(live, out)).exit_code == 0
+    assert live.sparse_state()["plane_reuse"]["prefills"] == asked + 2
+    assert [json.loads(line)["task"] for line in journal.read_text().splitlines()]
+    # Then there is nothing left to ask.
     assert RUN.invoke(app, arguments(live, out)).exit_code == 0
     assert live.sparse_state()["plane_reuse"]["prefills"] == asked + 2
     again = json.loads((out / "results.json").read_text())

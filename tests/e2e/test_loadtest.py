@@ -22,9 +22,11 @@ from live_server import LiveServer
 from playwright.sync_api import expect, sync_playwright
 from scripts import LOADTEST
 
+import capacity  # isort: skip
 import local  # isort: skip
 import short  # isort: skip
 import soak  # isort: skip
+from scenarios import Scenario  # isort: skip
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -39,7 +41,9 @@ def live(server: Server) -> LiveServer:
 
 
 def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path: Path) -> None:
-    stats = short.summary(short.locust(live.url, "bursts", tmp_path, seconds=6))
+    # The documents that its users share; a slow machine gets to the first requests alone.
+    capacity.warm(live.url, Scenario.load("bursts"))
+    stats = short.summary(short.locust(live.url, "bursts", tmp_path, seconds=4))
     assert set(stats) == KINDS
     assert all(values["failed"] == 0 for values in stats.values())
     records = [json.loads(line) for line in (tmp_path / "bursts.jsonl").read_text().splitlines()]
@@ -52,14 +56,14 @@ def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path:
         assert record["tokens_per_second"] == pytest.approx(
             record["output_tokens"] / record["total"]
         )
-    # Two documents, shared by all: behind the first requests they come from the cache.
-    assert max(record["cached_tokens"] for record in records) > 500
+    # Two documents, shared by all.
+    assert min(record["cached_tokens"] for record in records) > 300
 
 
 def test_capacity_of_a_running_server_in_one_page(live: LiveServer, tmp_path: Path) -> None:
     scenario = {
         "name": "tiny", "about": "One short document.", "api": "generate", "documents": 1,
-        "document": [1300, 1300], "question": [4, 8], "output": [12, 12],
+        "document": [700, 700], "question": [4, 8], "output": [12, 12],
     }  # fmt: skip
     (tmp_path / "scenario").mkdir()
     path = tmp_path / "scenario" / "tiny.json"
@@ -75,7 +79,7 @@ def test_capacity_of_a_running_server_in_one_page(live: LiveServer, tmp_path: Pa
     first = report["trials"][0]
     assert first["done"] + first["unfinished"] == first["sent"] > 0
     assert first["failed"] == 0
-    assert first["cached_tokens"] >= 1280
+    assert first["cached_tokens"] >= 640
     assert first["queued_p50_s"] >= 0
     assert first["gap_p99_s"] >= first["gap_p50_s"] > 0
     page = (tmp_path / "capacity.html").read_text()

@@ -159,9 +159,12 @@ def test_server_info_says_what_runs(live: LiveServer) -> None:
 
 def test_the_dashboard_reads_metrics_that_the_server_has(live: LiveServer) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
-    assert dashboard["uid"]
-    assert dashboard["title"]
-    assert [v["name"] for v in dashboard["templating"]["list"]] == ["datasource", "model"]
+    # What SGLang's monitoring provisions beside its own: another uid and title, the same variables.
+    assert (dashboard["uid"], dashboard["title"]) == ("sglang-sparse", "SGLang sparse attention")
+    assert "id" not in dashboard
+    variables = dashboard["templating"]["list"]
+    assert [v["name"] for v in variables] == ["datasource", "instance", "model_name"]
+    assert variables[0] | {"type": "datasource", "query": "prometheus"} == variables[0]
     # SGLang has its time per token only once an answer came in pieces.
     sampling = {"max_new_tokens": 8, "ignore_eos": True}
     live.call("/generate", {"text": "The", "sampling_params": sampling, "stream": True})
@@ -175,6 +178,9 @@ def test_the_dashboard_reads_metrics_that_the_server_has(live: LiveServer) -> No
             names = re.findall(r"sglang(?:_sparse)?:[a-z_]+", target["expr"])
             assert names
             assert set(names) <= served, panel["title"]
+            used = set(re.findall(r"\$(\w+)", target["expr"]))
+            assert used - {"__rate_interval"} == {"instance", "model_name"}
+            assert target["datasource"]["uid"] == "${datasource}"
 
 
 def test_metrics_are_off_unless_asked_for(server: Callable[[str], LiveServer]) -> None:

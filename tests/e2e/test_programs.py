@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``sglang.Engine`` and a frontend program with a fork, served sparsely."""
+"""``sglang.Engine`` served sparsely, and the clients that measure latency."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from live_server import MODEL, LiveServer, server_environment
 from machine import HAS_GPU
+from scripts import LOADTEST
+
+import alternate_latency  # isort: skip
 
 from sglang_sparse.tasks import TaskSuite
 
@@ -73,7 +76,7 @@ def run_python(script: str, stdin: str = "") -> str:
 
 
 def test_engine_decodes_sparsely(suite: TaskSuite) -> None:
-    samples = suite.samples("passkey", length=3000, count=2, seed=11)
+    samples = suite.samples("passkey", length=1500, count=2, seed=11)
     engine = {
         "model_path": str(MODEL),
         "attention_backend": "sparse",
@@ -100,43 +103,12 @@ def test_engine_decodes_sparsely(suite: TaskSuite) -> None:
     assert "--sparse-method nonsense" in start
 
 
-def test_a_fork_shares_its_prefix_and_every_branch_answers(
-    server: Callable[[str], LiveServer], suite: TaskSuite
-) -> None:
-    import sglang as sgl
-
-    live = server("sparcas")
-    live.flush()
-    sample = suite.samples("multi_key", length=3000, count=1, seed=21)[0]
-    document, _, question = sample.prompt.rpartition("\n")
-    branches = [question, question, question]
-
-    @sgl.function
-    def ask(s, prefix, questions):  # type: ignore[no-untyped-def]
-        s += prefix
-        s.sync()  # the frontend computes a shared prefix once only if its text has arrived
-        forks = s.fork(len(questions))
-        for fork, text in zip(forks, questions, strict=True):
-            fork += "\n" + text
-            fork += sgl.gen("answer", max_tokens=24, temperature=0)
-        s["answers"] = [fork["answer"] for fork in forks]
-        s["cached"] = [fork.get_meta_info("answer")["cached_tokens"] for fork in forks]
-
-    before = live.sparse_state()["decode_steps"]["sparse"]
-    sgl.set_default_backend(sgl.RuntimeEndpoint(live.url))
-    result = ask.run(prefix=document, questions=branches)
-    for answer in result["answers"]:
-        assert all(value in answer for value in sample.values)
-    assert min(result["cached"]) >= 2880
-    assert live.sparse_state()["decode_steps"]["sparse"] > before
-
-
 def test_the_latency_client_measures_a_running_server(
     server: Callable[[str], LiveServer], tmp_path: Path
 ) -> None:
     live, out = server("sparcas"), tmp_path / "latency.json"
-    script = Path(__file__).parents[2] / "loadtest" / "decode_latency.py"
-    command = [sys.executable, str(script), "--base-url", live.url, "--label", "sparcas"]
+    command = [sys.executable, str(LOADTEST / "decode_latency.py"), "--base-url", live.url]
+    command += ["--label", "sparcas"]
     command += ["--contexts", "300", "--batches", "2", "--separate", "200x2", "--vocab", "1000"]
     subprocess.run([*command, "--repeats", "1", "--out", str(out)], check=True, timeout=300)
     report = json.loads(out.read_text())
@@ -147,3 +119,17 @@ def test_the_latency_client_measures_a_running_server(
     assert all(cell["ms_per_token"] > 0 for cell in report["cells"])
     assert report["cells"][0]["cached_tokens"] >= 256
     assert report["sparse"]["method"] == "sparcas"
+
+
+def test_servers_are_measured_in_turns(
+    server: Callable[[str], LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alternate_latency, "SHORT", 2)
+    monkeypatch.setattr(alternate_latency, "LONG", 6)
+    servers = {name: server(name).url for name in ("dense", "sparcas")}
+    cell = alternate_latency.alternate(servers, context=300, batch=2, repeats=3, vocab=1000)
+    assert cell["servers"]["dense"]["ratio"] == 1
+    for found in cell["servers"].values():
+        assert len(found["all_ms_per_token"]) == 3
+        low, high = found["ratio_quartiles"]
+        assert low <= found["ratio"] <= high

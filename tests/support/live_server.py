@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import HAS_GPU
+from server_host import Host
 
 from sglang_sparse.config import configs_dir
 
@@ -57,6 +58,7 @@ class LiveServer:
 
     Attributes:
         url: its address.
+        pid: its process id, which is also that of its group.
         log: path of what it printed.
     """
 
@@ -66,53 +68,62 @@ class LiveServer:
         log: Path,
         env: dict[str, str] | None = None,
         command: Sequence[str] = LAUNCH_SERVER,
+        host: Host | None = None,
     ) -> None:
+        """Start it by its command, or let ``host`` fork it."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        line = [*command, *base_args(), "--port", str(self.port), *args]
-        self._output = log.open("w")
-        self._process = subprocess.Popen(
-            line,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            env=server_environment(env or {}),
-            start_new_session=True,
-        )
+        args = [*base_args(), "--port", str(port), *args]
+        self._process: subprocess.Popen[bytes] | None = None
+        if host is not None:
+            self.pid = host.fork(args, env or {}, log)
+            return
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, *args],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=server_environment(env or {}),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
 
     def wait_until_up(self) -> LiveServer:
         """Return when it answers; raise RuntimeError with the end of its log if it never does."""
         deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and self.is_alive():
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=5):
                     return self
             except (urllib.error.URLError, OSError):
-                time.sleep(0.5)
+                time.sleep(0.2)
         self.close()
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
 
     def wait_until_ended(self) -> int:
-        """Exit status of a server that is expected to refuse its flags."""
+        """Exit status of a server that is expected to refuse its flags; not of a forked one."""
+        assert self._process is not None
         return self._process.wait(timeout=START_SECONDS)
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is also that of its group."""
-        return self._process.pid
 
     def is_alive(self) -> bool:
         """True while the process runs."""
-        return self._process.poll() is None
+        if self._process is not None:
+            return self._process.poll() is None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the server and everything that it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._output.close()
+        if self.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
 
     def call(self, path: str, body: Any = None) -> Any:
         """One HTTP call; returns decoded JSON, or text."""

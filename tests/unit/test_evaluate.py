@@ -16,6 +16,7 @@ from sglang_sparse.config import ConfigError
 from sglang_sparse.evaluate.arms import Arm, make_arms
 from sglang_sparse.evaluate.forcing import SCALE, ForcedTokens, serialized
 from sglang_sparse.evaluate.harness import command
+from sglang_sparse.evaluate.journal import Journal
 from sglang_sparse.evaluate.report import cells
 
 TOKENS = {
@@ -41,6 +42,30 @@ def test_arms_are_dense_and_the_budgets_in_rising_order() -> None:
     for bad in ("80", "4097", "0.1", "x"):
         with pytest.raises(ConfigError, match="81 to 4096"):
             make_arms([bad], TOKENS)
+
+
+def test_a_budget_of_mass_is_compared_as_it_is() -> None:
+    state = {
+        "axes": {"budget": {"kind": "mass", "epsilon": 0.95}},
+        "request_budget": {"unit": "mass", "least": None, "most": None},
+    }
+    arms = make_arms([], state)
+    assert [(arm.name, arm.options) for arm in arms] == [
+        ("dense", {"mode": "dense"}),
+        ("0.95", {"mode": "sparse"}),
+    ]
+    with pytest.raises(ConfigError, match=r"--budgets 0\.9"):
+        make_arms(["0.9"], state)
+
+
+def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
+    for index in range(3):
+        Journal(tmp_path, {"a": 1}).add(("t", 9, index, "dense"), exact=True)
+        path = tmp_path / "journal.jsonl"
+        path.write_text(path.read_text() + '{"task": "t", "len')
+    assert [entry["index"] for entry in Journal(tmp_path, {"a": 1}).entries()] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="other settings"):
+        Journal(tmp_path, {"a": 2})
 
 
 def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
