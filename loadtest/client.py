@@ -30,7 +30,8 @@ class Record:
         total: from then to the end.
         gaps: between one chunk of the stream and the next.
         queued: time in the server's queue, where the server tells (`/generate` with metrics).
-        prompt_tokens, cached_tokens, output_tokens: by the final usage.
+        prompt_tokens, cached_tokens, output_tokens: by the final usage; over the OpenAI API, a
+            server tells cached tokens with `--enable-cache-report` alone.
         error: why it failed, or None.
         text: the answer.
     """

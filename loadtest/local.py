@@ -19,7 +19,8 @@ MODEL = Path(__file__).parents[1] / "configs" / "reference" / "model"
 COMMON = [
     *("--model-path", str(MODEL), "--served-model-name", "reference", "--host", "127.0.0.1"),
     *("--max-total-tokens", "32768", "--max-running-requests", "8", "--random-seed", "1"),
-    *("--enable-metrics", "--sleep-on-idle"),
+    # Cached tokens are in OpenAI's usage only if asked for.
+    *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle"),
 ]
 CPU = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 512}']

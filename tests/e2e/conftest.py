@@ -45,7 +45,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *SPARSE,
             "page_minmax",
             *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
-            "--enable-metrics",
+            *("--enable-metrics", "--enable-cache-report"),
             "--enable-custom-logit-processor",
             "--disable-cuda-graph",
         ],
