@@ -101,7 +101,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 5  # servers at once; each takes most of a GiB
-BY_SGLANG_SERVE = ("sparcas-kept",)  # started by the command `sglang serve`; others are forked
+# Started by the commands that users type; the others are forked, which takes a fraction of it.
+COMMANDS = {"sparcas": LAUNCH_SERVER, "sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade", "start")
 
@@ -126,9 +127,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             if len(running) == MOST_RUNNING:
                 running.pop(next(iter(running))).close()
             args, env = CONFIGURATIONS[name]
-            by_command = name in BY_SGLANG_SERVE
-            command = [SGLANG, "serve"] if by_command else LAUNCH_SERVER
-            host = None if by_command else forking
+            command = COMMANDS.get(name, LAUNCH_SERVER)
+            host = None if name in COMMANDS else forking
             live = LiveServer(args, logs / f"{name}.log", env, command, host).wait_until_up()
         running[name] = live  # the last one is the one used last
         return live
