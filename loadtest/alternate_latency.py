@@ -18,20 +18,34 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from decode_latency import LONG, SHORT, call, generate
+from decode_latency import call, generate
 
 
-def slope_ms(base_url: str, prompts: list[list[int]]) -> float:
+def slope_ms(base_url: str, prompts: list[list[int]], tokens: tuple[int, int]) -> float:
     """Milliseconds per token of one batch on cached prompts, without prefill and HTTP."""
-    short, _ = generate(base_url, prompts, SHORT)
-    long, _ = generate(base_url, prompts, LONG)
-    return 1000 * (long - short) / (LONG - SHORT)
+    short, _ = generate(base_url, prompts, tokens[0])
+    long, _ = generate(base_url, prompts, tokens[1])
+    return 1000 * (long - short) / (tokens[1] - tokens[0])
 
 
 def alternate(
-    servers: dict[str, str], context: int, batch: int, repeats: int, vocab: int
+    servers: dict[str, str],
+    context: int,
+    batch: int,
+    *,
+    tokens: tuple[int, int],
+    repeats: int,
+    vocab: int,
 ) -> dict[str, Any]:
     """One cell: a shared prompt of `context` random tokens, `batch` times at once.
+
+    Args:
+        servers: addresses by name.
+        context: tokens of the prompt.
+        batch: requests at once.
+        tokens: of the short and of the long generation whose difference counts.
+        repeats: of each server, two at least.
+        vocab: token ids to draw from.
 
     Returns:
         For each server the median time per token, and the median of its ratio to the first
@@ -41,11 +55,11 @@ def alternate(
     prompts = [[source.randrange(10, vocab) for _ in range(context)]] * batch
     for url in servers.values():
         generate(url, prompts[:1], 1)
-        generate(url, prompts, SHORT)
+        generate(url, prompts, tokens[0])
     seen: dict[str, list[float]] = {name: [] for name in servers}
     for repeat in range(repeats):
         for name in list(servers) if repeat % 2 else reversed(servers):
-            seen[name].append(slope_ms(servers[name], prompts))
+            seen[name].append(slope_ms(servers[name], prompts, tokens))
     first = seen[next(iter(servers))]
     found = {}
     for name, values in seen.items():
@@ -57,7 +71,8 @@ def alternate(
             "ratio_quartiles": [low, high],
             "all_ms_per_token": values,
         }
-    return {"context": context, "batch": batch, "repeats": repeats, "servers": found}
+    what = {"context": context, "batch": batch, "tokens": tokens, "repeats": repeats}
+    return what | {"servers": found}
 
 
 def main() -> None:
@@ -65,6 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--server", action="append", required=True, metavar="NAME=URL")
     parser.add_argument("--cells", nargs="+", default=["32000x16"], metavar="CONTEXTxBATCH")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(16, 528), help="short and long")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--vocab", type=int, default=128000)
     parser.add_argument("--out", type=Path, required=True)
@@ -89,7 +105,16 @@ def main() -> None:
     }
     for cell in args.cells:
         context, batch = map(int, cell.split("x"))
-        report["cells"].append(alternate(servers, context, batch, args.repeats, args.vocab))
+        report["cells"].append(
+            alternate(
+                servers,
+                context,
+                batch,
+                tokens=tuple(args.tokens),
+                repeats=args.repeats,
+                vocab=args.vocab,
+            )
+        )
         args.out.write_text(json.dumps(report, indent=1) + "\n")
         for name, found in report["cells"][-1]["servers"].items():
             print(cell, name, f"{found['ms_per_token']:.4f} ms", f"x {found['ratio']:.4f}")

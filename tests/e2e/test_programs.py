@@ -123,13 +123,9 @@ def test_the_latency_client_measures_a_running_server(
     assert report["sparse"]["method"] == "sparcas"
 
 
-def test_servers_are_measured_in_turns(
-    server: Callable[[str], LiveServer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(alternate_latency, "SHORT", 2)
-    monkeypatch.setattr(alternate_latency, "LONG", 6)
+def test_servers_are_measured_in_turns(server: Callable[[str], LiveServer]) -> None:
     servers = {name: server(name).url for name in ("dense", "sparcas")}
-    cell = alternate_latency.alternate(servers, context=300, batch=2, repeats=3, vocab=1000)
+    cell = alternate_latency.alternate(servers, 300, 2, tokens=(2, 6), repeats=3, vocab=1000)
     assert cell["servers"]["dense"]["ratio"] == 1
     for found in cell["servers"].values():
         assert len(found["all_ms_per_token"]) == 3

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from live_server import LiveServer, token_ids
 
@@ -71,6 +72,28 @@ def test_a_batch_that_asked_to_be_dense_runs_the_dense_variant(
     # Its rows are another's afterwards.
     ask(live, prompts[4:6], [None, None])
     assert live.sparse_state()["decode_steps"]["sparse"] >= before["sparse"] + TOKENS - 1
+
+
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_the_openai_client_asks_by_extra_body(server: Server, api: str) -> None:
+    live = server("sparcas")
+    client = openai.OpenAI(base_url=f"{live.url}/v1", api_key="none")
+    text = "The sky is blue. " * 30
+    ran = []
+    for options in ({"mode": "dense"}, {"budget": 100}):
+        before = live.sparse_state()["decode_steps"]
+        common: dict[str, Any] = {"model": "reference", "max_tokens": 4, "temperature": 0}
+        common["extra_body"] = {"custom_params": {"sparse": options}, "ignore_eos": True}
+        if api == "chat":
+            client.chat.completions.create(messages=[{"role": "user", "content": text}], **common)
+        else:
+            client.completions.create(prompt=text, **common)
+        after = live.sparse_state()["decode_steps"]
+        ran.append({variant: after[variant] - before[variant] for variant in after})
+    assert ran == [{"dense": 3, "sparse": 0}, {"dense": 0, "sparse": 3}]
+    common["extra_body"] = {"custom_params": {"sparse": {"budget": 1}}}
+    with pytest.raises(openai.BadRequestError, match="budget 1"):
+        client.completions.create(prompt=text, **common)
 
 
 def test_a_prefix_that_a_dense_request_wrote_serves_a_sparse_one(
