@@ -25,7 +25,7 @@ from typing import Any
 
 from arrivals import poisson
 from client import Record, call, stream
-from report import write_report
+from report import failed_at, write_report
 from scenarios import Conversations, Scenario
 
 FACTORS = {"strict": 5.0, "relaxed": 25.0}
@@ -198,7 +198,7 @@ def search(
     for _ in range(settings.bisections):
         for name in limits:
             low = best_rate(trials, name)
-            high = min((t["rate"] for t in trials if not t["within"][name]), default=None)
+            high = failed_at(trials, name)
             if high is not None and again():
                 attempt((low + high) / 2 if low else high / 2)
     return trials
@@ -206,8 +206,9 @@ def search(
 
 def best_rate(trials: list[dict[str, Any]], name: str) -> float:
     """The highest rate below every one that failed the objective; 0 if none met it."""
-    failed = min((t["rate"] for t in trials if not t["within"][name]), default=float("inf"))
-    return max((t["rate"] for t in trials if t["within"][name] and t["rate"] < failed), default=0.0)
+    failed = failed_at(trials, name)
+    met = [t["rate"] for t in trials if t["within"][name]]
+    return max((rate for rate in met if failed is None or rate < failed), default=0.0)
 
 
 def measure(
@@ -248,11 +249,6 @@ def measure(
 
     def write(trials: list[dict[str, Any]]) -> None:
         report["capacity"] = {name: best_rate(trials, name) for name in limits}
-        # Where the search for each objective stands: the lowest rate that failed it.
-        report["failed_at"] = {
-            name: min((t["rate"] for t in trials if not t["within"][name]), default=None)
-            for name in limits
-        }
         report["trials"] = trials
         (out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
 

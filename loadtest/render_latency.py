@@ -58,14 +58,18 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Replace what stands between the markers."""
-    folder, readme = Path(sys.argv[1]), Path(sys.argv[2])
-    name = sys.argv[3] if len(sys.argv) > 3 else "results"
+def fill(readme: Path, name: str, text: str) -> None:
+    """Replace what stands between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, rest = readme.read_text().split(begin)
     _, after = rest.split(end)
-    readme.write_text(f"{before}{begin}\n{table(folder)}\n{end}{after}")
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def main() -> None:
+    """Write the table of a folder into a file."""
+    name = sys.argv[3] if len(sys.argv) > 3 else "results"
+    fill(Path(sys.argv[2]), name, table(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

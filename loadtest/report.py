@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One HTML page of the capacity reports in a folder: a table and plots, no other files needed.
 
-python loadtest/report.py results
+python loadtest/report.py results              # writes results/capacity.html
+python loadtest/report.py results README.md    # and the table between README's markers
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from render_latency import fill
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -73,6 +76,11 @@ def _plots(reports: list[dict[str, Any]]) -> str:
     return _svg(bars) + _svg(figure)
 
 
+def failed_at(trials: list[dict[str, Any]], name: str) -> float | None:
+    """The lowest rate that failed an objective; None if all met it."""
+    return min((t["rate"] for t in trials if not t["within"][name]), default=None)
+
+
 def _cell(value: Any, scale: float = 1, digits: int = 2) -> str:
     return "<td>-</td>" if value is None else f"<td>{value * scale:.{digits}f}</td>"
 
@@ -90,7 +98,7 @@ def _table(reports: list[dict[str, Any]]) -> str:
         row += _cell(report["unloaded"]["first_token_s"], 1000, 0)
         for name in names:
             base, rate = reports[0]["capacity"][name], report["capacity"][name]
-            row += _cell(rate) + _cell(report.get("failed_at", {}).get(name))
+            row += _cell(rate) + _cell(failed_at(report["trials"], name))
             row += f"<td>{rate / base:.2f} x</td>" if base else "<td>-</td>"
         rows.append(f"<tr>{row}</tr>")
     return (
@@ -141,6 +149,24 @@ def page(reports: list[dict[str, Any]]) -> str:
     )
 
 
+def markdown(reports: list[dict[str, Any]]) -> str:
+    """The table for a README: of each objective the highest rate that met it, and what failed."""
+    names = list(reports[0]["capacity"])
+    lines = ["| | decode step alone | " + " | ".join(f"{n}: requests/s" for n in names) + " |"]
+    lines.append("| --- | ---: |" + " ---: |" * len(names))
+    for report in reports:
+        row = [report["label"], f"{1000 * report['unloaded']['step_s']:.2f} ms"]
+        for name in names:
+            base, rate = reports[0]["capacity"][name], report["capacity"][name]
+            failed = failed_at(report["trials"], name)
+            text = f"{rate:g}" + ("" if failed is None else f", not {failed:g}")
+            if report is not reports[0] and base:
+                text += f" ({rate / base:.2f} x)"
+            row.append(text)
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
 def write_report(folder: Path) -> Path:
     """Write `capacity.html` beside the reports.
 
@@ -157,3 +183,5 @@ def write_report(folder: Path) -> Path:
 
 if __name__ == "__main__":
     print(write_report(Path(sys.argv[1])))
+    if len(sys.argv) > 2:
+        fill(Path(sys.argv[2]), "capacity", markdown(_reports(Path(sys.argv[1]))))

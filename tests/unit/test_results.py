@@ -25,6 +25,14 @@ def test_the_decode_tables_are_rendered_from_the_committed_results(
     assert readme.read_text() == (ROOT / "README.md").read_text()
 
 
+def test_the_capacity_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
+    readme, results = tmp_path / "README.md", tmp_path / "results"
+    shutil.copy(ROOT / "README.md", readme)
+    shutil.copytree(ROOT / "loadtest" / "results" / "capacity-h200", results)
+    subprocess.run([sys.executable, ROOT / "loadtest" / "report.py", results, readme], check=True)
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
 def test_the_kernel_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
     readme, report = tmp_path / "README.md", tmp_path / "bench.json"
     shutil.copy(ROOT / "README.md", readme)
