@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import threading
 import time
@@ -99,7 +100,8 @@ def trial(
     base_url: str, scenario: Scenario, rate: float, settings: Settings, alone: dict[str, float]
 ) -> dict[str, Any]:
     """Requests at one rate, and what became of them."""
-    source = Conversations(scenario, model_of(base_url), settings.seed)
+    # Other questions than at other rates: a cache of single tokens would know the whole prompt.
+    source = Conversations(scenario, model_of(base_url), f"{settings.seed}/{rate}")
     records: list[Record] = []
     threads: list[threading.Thread] = []
 
@@ -262,12 +264,12 @@ def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Se
     where = {
         "device": gpu("name"),
         "commit": args.commit or output_of("git", "rev-parse", "--short", "HEAD"),
+        "flags": args.flags,
     }
     for label in args.start:
         # With metrics a server says how long each request was queued.
-        with running_server(
-            label, args.model, args.port, args.max_batch, args.out, "--enable-metrics"
-        ) as url:
+        flags = ("--enable-metrics", *shlex.split(args.flags))
+        with running_server(label, args.model, args.port, args.max_batch, args.out, *flags) as url:
             measure(url, label, scenario, settings, args.out, **where)
 
 
@@ -283,6 +285,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--flags", default="", help="more flags of the servers to start, as text")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--drain", type=float, default=20.0)
     parser.add_argument("--first-rate", type=float, default=1.0)

@@ -81,7 +81,7 @@ class Conversations:
         documents: what they share; the same for every user and seed.
     """
 
-    def __init__(self, scenario: Scenario, model: str, seed: int) -> None:
+    def __init__(self, scenario: Scenario, model: str, seed: int | str) -> None:
         self.scenario, self.model = scenario, model
         self._source = random.Random(seed)
         shared = random.Random(f"documents of {scenario.name}")

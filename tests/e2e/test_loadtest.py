@@ -99,7 +99,7 @@ def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
     server: Server, tmp_path: Path
 ) -> None:
     sparse, dense = server("sparcas"), server("dense")
-    command = [sys.executable, str(LOADTEST / "programs" / "compare.py"), "--repeats", "60"]
+    command = [sys.executable, str(LOADTEST / "programs" / "compare.py"), "--repeats", "30"]
     command += ["--dense", dense.url, "--sparse", sparse.url, "--out", str(tmp_path / "out.json")]
     before = sparse.sparse_state()["decode_steps"]["sparse"]
     for live in (sparse, dense):
@@ -113,9 +113,9 @@ def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
     assert fork["dense"]["right"] == fork["sparse"]["right"] >= 5
     assert fork["same_answers"] == 6
     assert fork["sparse_cached_tokens"] == fork["dense_cached_tokens"]
-    assert min(fork["sparse"]["cached_tokens"]) > 1000
+    assert min(fork["sparse"]["cached_tokens"]) > 600
     assert tree["calls"] == 7
-    assert min(tree["sparse"]["cached_tokens"]) > 1000
+    assert min(tree["sparse"]["cached_tokens"]) > 600
 
 
 def chromium() -> str:
