@@ -31,6 +31,7 @@ from scenarios import Scenario  # isort: skip
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
+PAGE = 64
 KINDS = {"E2E", "TTFT", "TPOT", "TOK/S"}
 
 
@@ -112,8 +113,10 @@ def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
     # The model misses one of them, dense as well as sparse.
     assert fork["dense"]["right"] == fork["sparse"]["right"] >= 5
     assert fork["same_answers"] == 6
-    assert fork["sparse_cached_tokens"] == fork["dense_cached_tokens"]
-    assert min(fork["sparse"]["cached_tokens"]) > 600
+    # A branch may find a page of another one's question, if that was faster.
+    shared = [min(fork[kind]["cached_tokens"]) for kind in ("dense", "sparse")]
+    assert min(shared) > 600
+    assert abs(shared[0] - shared[1]) <= PAGE
     assert tree["calls"] == 7
     assert min(tree["sparse"]["cached_tokens"]) > 600
 
