@@ -23,6 +23,7 @@ from playwright.sync_api import expect, sync_playwright
 from scripts import LOADTEST
 
 import capacity  # isort: skip
+import compare  # isort: skip
 import local  # isort: skip
 import short  # isort: skip
 import soak  # isort: skip
@@ -97,15 +98,15 @@ def test_a_soak_leaves_planes_memory_and_server_as_they_should_be(live: LiveServ
 
 
 def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
-    server: Server, tmp_path: Path
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sparse, dense = server("sparcas"), server("dense")
-    command = [sys.executable, str(LOADTEST / "programs" / "compare.py"), "--repeats", "30"]
-    command += ["--dense", dense.url, "--sparse", sparse.url, "--out", str(tmp_path / "out.json")]
+    line = ["compare.py", "--repeats", "30", "--dense", dense.url, "--sparse", sparse.url]
+    monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path / "out.json")])
     before = sparse.sparse_state()["decode_steps"]["sparse"]
     for live in (sparse, dense):
         live.flush()
-    subprocess.run(command, check=True, timeout=300)
+    compare.main()
     assert sparse.sparse_state()["decode_steps"]["sparse"] > before
     found = json.loads((tmp_path / "out.json").read_text())
     fork, tree = found["fork_document"], found["tree_of_thought"]
