@@ -136,7 +136,7 @@ class SelectionBuffers:
         """Device bytes of all buffers."""
         tensors = (self.scores, self.indices, self.counts, self.attention)
         scratch = 0 if self.exact is None else self.exact.nbytes
-        return scratch + sum(t.nbytes for t in (*tensors, self.topk.block_max, self.topk.blocks))
+        return scratch + sum(t.nbytes for t in (*tensors, *vars(self.topk).values()))
 
 
 def passes(plan: DecodePlan, rows_a_pass: int) -> list[tuple[slice, DecodePlan]]:

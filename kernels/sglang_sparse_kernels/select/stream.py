@@ -3,19 +3,27 @@
 # mypy: disable-error-code="no-untyped-def"
 """Exact top-k of rows that do not fit in the registers of one program, such as a tenth of 128K.
 
-They are read about four times: a sample bounds the k-th best score, two counts test the bounds, and
-only the units between them are searched before the last pass writes the list in order.
+A sample bounds the k-th best score. Several programs a row count the units above the bounds and
+list those between them, one program searches those, and several write the winners in order: a row
+is read twice. Where the sample misled, or too many units lie between (equal scores), one program
+reads the row some four times instead.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from ..common import next_power_of_2
 from ..plan import DecodePlan
 from .search import key_of, load_units, rankable, score_of, store_winners, winners
-from .types import BLOCK_UNITS, TopkWorkspace
+from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 
 STREAM_UNITS, STREAM_WARPS = 8192, 16
+PART_UNITS, PART_WARPS = 4096, 8
+MOST_OPEN = 1024  # units between the bounds that a part may list
+
+# Columns of a row's state: bounds, then what the search found, then a number of each part.
+_LOW, _HIGH, _SCORE, _CUT, _DONE, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8))
 
 
 @triton.jit
@@ -145,9 +153,231 @@ def is_streamed(n, k, BB: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _streamed_row(
+    tail_start,
+    k_units,
+    reselect,
+    capacity,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(whether this program's row is streamed, its tokens, units and budget)."""
+    i_r = tl.program_id(0) // H
+    reselected = tl.load(reselect + i_r) != 0
+    tokens = tl.load(tail_start + i_r)
+    n = tl.cdiv(tokens, UNIT)
+    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
+    return reselected & (k > 0) & is_streamed(n, k, BB, BU, BLOCK), tokens, n, k
+
+
+@triton.jit
+def bounds_kernel(
+    scores,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    width,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    streamed, tokens, n, k = _streamed_row(
+        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
+    )
+    if streamed:
+        i_rh = tl.program_id(0).to(tl.int64)
+        free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+        low, high = _sample_bounds(
+            scores + i_rh * width, n, k, tl.cdiv(sink, UNIT), free_below, TILE, BLOCK, WHOLE, CLEAN
+        )
+        tl.store(state + i_rh * COLUMNS + _LOW, key_of(low))
+        tl.store(state + i_rh * COLUMNS + _HIGH, key_of(high))
+
+
+@triton.jit
+def _part(n, BT: tl.constexpr, SPLITS: tl.constexpr):
+    """[first, last) of this program's part, in tiles."""
+    tiles = tl.cdiv(n, BT)
+    share = tl.cdiv(tiles, SPLITS)
+    first = tl.program_id(1) * share
+    return first, tl.minimum(first + share, tiles)
+
+
+@triton.jit
+def partition_kernel(
+    scores,
+    lists,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    width,
+    list_blocks,
+    most_open,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    BT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Count a part's units above the bounds; list those between them, and count them."""
+    streamed, tokens, n, _ = _streamed_row(
+        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
+    )
+    if streamed:
+        i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        forced_below = tl.cdiv(sink, UNIT)
+        free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+        p_state = state + i_rh * COLUMNS
+        p_list = lists + i_rh * list_blocks + i_s * most_open
+        low, high = score_of(tl.load(p_state + _LOW)), score_of(tl.load(p_state + _HIGH))
+        ROWS: tl.constexpr = BT // BLOCK
+        above = tl.full((), 0, tl.int32)
+        listed = tl.full((), 0, tl.int32)
+        first, last = _part(n, BT, SPLITS)
+        for i_t in range(first, last):
+            o_b = i_t * ROWS + tl.arange(0, ROWS)
+            b_s, o_u = load_units(
+                scores + i_rh * width, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK,
+                WHOLE, CLEAN,
+            )  # fmt: skip
+            above += tl.sum((b_s > high).to(tl.int32))
+            b_open = (b_s >= low) & (b_s <= high) & (o_u < n)
+            listed = store_winners(p_list, b_open, o_u, listed, most_open)
+        tl.store(p_state + _PARTS + i_s, above)
+        tl.store(p_state + _PARTS + SPLITS + i_s, listed)
+
+
+@triton.jit
+def threshold_kernel(
+    scores,
+    lists,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    width,
+    list_blocks,
+    most_open,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    BC: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Search the units between the bounds; say where the winners of each part go."""
+    streamed, tokens, n, k = _streamed_row(
+        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
+    )
+    if streamed:
+        i_rh = tl.program_id(0).to(tl.int64)
+        forced_below = tl.cdiv(sink, UNIT)
+        free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+        p_state = state + i_rh * COLUMNS
+        o_s, o_c = tl.arange(0, SPLITS), tl.arange(0, BC)
+        # [SPLITS]
+        b_above = tl.load(p_state + _PARTS + o_s)
+        b_open = tl.load(p_state + _PARTS + SPLITS + o_s)
+        above = tl.sum(b_above)
+        done = (above < k) & (k <= above + tl.sum(b_open)) & (tl.max(b_open) <= most_open)
+        tl.store(p_state + _DONE, done.to(tl.int32))
+        if done:
+            m_c = o_c[None, :] < b_open[:, None]
+            # [SPLITS, BC]
+            o_l = o_s[:, None] * most_open + o_c[None, :]
+            b_u = tl.load(lists + i_rh * list_blocks + o_l, mask=m_c, other=2147483647)
+            b_s = tl.load(scores + i_rh * width + b_u, mask=m_c, other=float("-inf"))
+            b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
+            b_win, score = winners(b_s, b_u, float("-inf"), n - 1, k - above, SPLITS * BC)
+            b_win &= m_c
+            cut = tl.max(tl.where(b_win & (b_s == score), b_u, -1))
+            b_taken = b_above + tl.sum(b_win.to(tl.int32), 1)
+            tl.store(p_state + _SCORE, key_of(score))
+            tl.store(p_state + _CUT, cut)
+            tl.store(p_state + _PARTS + 2 * SPLITS + o_s, tl.cumsum(b_taken, 0) - b_taken)
+
+
+@triton.jit
+def write_kernel(
+    scores,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    list_rows,
+    out_indices,
+    width,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    BT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write a part's winners behind those of the parts before it."""
+    streamed, tokens, n, k = _streamed_row(
+        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
+    )
+    i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p_state = state + i_rh * COLUMNS
+    if streamed & (tl.load(p_state + _DONE) != 0):
+        forced_below = tl.cdiv(sink, UNIT)
+        free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+        i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
+        score, cut = score_of(tl.load(p_state + _SCORE)), tl.load(p_state + _CUT)
+        taken = tl.load(p_state + _PARTS + 2 * SPLITS + i_s)
+        ROWS: tl.constexpr = BT // BLOCK
+        first, last = _part(n, BT, SPLITS)
+        for i_t in range(first, last):
+            o_b = i_t * ROWS + tl.arange(0, ROWS)
+            b_s, o_u = load_units(
+                scores + i_rh * width, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK,
+                WHOLE, CLEAN,
+            )  # fmt: skip
+            b_win = (b_s > score) | ((b_s == score) & (o_u <= cut))
+            taken = store_winners(out_indices + i_l * capacity, b_win, o_u, taken, k)
+
+
+@triton.jit
 def stream_topk_kernel(
     scores,
     block_list,
+    state,
     tail_start,
     k_units,
     reselect,
@@ -166,14 +396,15 @@ def stream_topk_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
-    reselected = tl.load(reselect + i_r) != 0
-    tokens = tl.load(tail_start + i_r)
-    n = tl.cdiv(tokens, UNIT)
-    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
-    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
-    if reselected & (k > 0) & is_streamed(n, k, BB, BU, BLOCK):
+    """Rows that the parts did not finish, by one program each."""
+    streamed, tokens, n, k = _streamed_row(
+        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
+    )
+    i_rh = tl.program_id(0).to(tl.int64)
+    if streamed & (tl.load(state + i_rh * COLUMNS + _DONE) == 0):
+        i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
         _take_streamed(
             scores + i_rh * width,
             block_list + i_rh * list_blocks,
@@ -203,33 +434,48 @@ def stream_topk_triton(
     tile_blocks: int,
     tile_units: int,
 ) -> None:
-    """Launch :func:`stream_topk_kernel`, one program a row and KV head.
+    """Launch the four passes over parts, then :func:`stream_topk_kernel` for rows left over.
 
     Args:
         clean: scores hold neither NaN nor +inf.
         tile_blocks, tile_units: what :func:`select_topk_kernel` holds at a time.
     """
     rows, heads, width = scores.shape
-    stream_topk_kernel[(rows * heads,)](
-        scores,
-        workspace.blocks,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        plan.list_rows,
-        out_indices,
-        width,
-        workspace.blocks.shape[2],
-        out_indices.shape[2],
-        sink,
-        recent,
-        H=heads,
-        UNIT=unit,
-        BB=tile_blocks,
-        BU=tile_units,
-        TILE=STREAM_UNITS,
-        BLOCK=BLOCK_UNITS,
-        WHOLE=width % BLOCK_UNITS == 0,
-        CLEAN=clean,
-        num_warps=STREAM_WARPS,
-    )
+    capacity, list_blocks = out_indices.shape[2], workspace.blocks.shape[2]
+    most_open = min(list_blocks // STREAM_SPLITS, MOST_OPEN)
+    row = (plan.tail_start, plan.k_units, plan.reselect)
+    shapes = {
+        "H": heads,
+        "UNIT": unit,
+        "BB": tile_blocks,
+        "BU": tile_units,
+        "BLOCK": BLOCK_UNITS,
+        "CLEAN": clean,
+        "COLUMNS": workspace.state.shape[2],
+    }
+    whole = width % BLOCK_UNITS == 0
+    parts = (rows * heads, STREAM_SPLITS)
+    bounds_kernel[parts[:1]](
+        scores, workspace.state, *row, width, capacity, sink, recent,
+        TILE=STREAM_UNITS, WHOLE=whole, num_warps=STREAM_WARPS, **shapes,
+    )  # fmt: skip
+    partition_kernel[parts](
+        scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,
+        sink, recent,
+        BT=PART_UNITS, SPLITS=STREAM_SPLITS, WHOLE=whole, num_warps=PART_WARPS, **shapes,
+    )  # fmt: skip
+    threshold_kernel[parts[:1]](
+        scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,
+        sink, recent,
+        BC=next_power_of_2(max(most_open, 64)), SPLITS=STREAM_SPLITS, num_warps=STREAM_WARPS,
+        **shapes,
+    )  # fmt: skip
+    write_kernel[parts](
+        scores, workspace.state, *row, plan.list_rows, out_indices, width, capacity, sink, recent,
+        BT=PART_UNITS, SPLITS=STREAM_SPLITS, WHOLE=whole, num_warps=PART_WARPS, **shapes,
+    )  # fmt: skip
+    stream_topk_kernel[parts[:1]](
+        scores, workspace.blocks, workspace.state, *row, plan.list_rows, out_indices, width,
+        list_blocks, capacity, sink, recent,
+        TILE=STREAM_UNITS, WHOLE=whole, num_warps=STREAM_WARPS, **shapes,
+    )  # fmt: skip

@@ -8,6 +8,10 @@ import torch
 BLOCK_UNITS = 8
 """Units whose largest score is kept, so that selection can skip blocks that cannot win."""
 
+STREAM_SPLITS = 16
+"""Programs that share a row which does not fit in the registers of one."""
+
+_STATE_COLUMNS = 8 + 3 * STREAM_SPLITS
 _ALIGN = 16
 
 
@@ -23,10 +27,12 @@ class TopkWorkspace:
     Attributes:
         block_max: [R, H, padded_blocks(max_units)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner.
+        state: [R, H, columns] int32, what the programs that share a row tell each other.
     """
 
     block_max: torch.Tensor
     blocks: torch.Tensor
+    state: torch.Tensor
 
     def rows(self, batch_size: int) -> "TopkWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -34,7 +40,8 @@ class TopkWorkspace:
             raise ValueError(
                 f"batch of {batch_size} rows does not fit a workspace of {self.block_max.shape[0]}"
             )
-        return TopkWorkspace(self.block_max[:batch_size], self.blocks[:batch_size])
+        tensors = (self.block_max, self.blocks, self.state)
+        return TopkWorkspace(*(tensor[:batch_size] for tensor in tensors))
 
 
 def topk_workspace_bytes(
@@ -42,7 +49,8 @@ def topk_workspace_bytes(
 ) -> int:
     """Bytes that :func:`make_topk_workspace` allocates."""
     blocks = padded_blocks(max_units)
-    return 4 * max_rows * num_kv_heads * (blocks + min(blocks, capacity_units))
+    columns = blocks + min(blocks, capacity_units) + _STATE_COLUMNS
+    return 4 * max_rows * num_kv_heads * columns
 
 
 def make_topk_workspace(
@@ -66,4 +74,5 @@ def make_topk_workspace(
     return TopkWorkspace(
         block_max=torch.zeros((*shape, blocks), dtype=torch.float32, device=device),
         blocks=torch.zeros((*shape, min(blocks, capacity_units)), dtype=torch.int32, device=device),
+        state=torch.zeros((*shape, _STATE_COLUMNS), dtype=torch.int32, device=device),
     )

@@ -18,19 +18,19 @@ from ..select import BLOCK_UNITS
 from ..triton_ops import cast, dot
 from .types import TilePlan
 
-SCORE_TOKENS = 128
-ATTEND_TOKENS = 64
-STAGES = 2
-WARPS = 8
+# (keys at a time, stages, warps) of each kernel.
+SUM_TILE = (128, 3, 8)
+POOL_TILE = (128, 3, 8)
+ATTEND_TILE = (64, 2, 8)
 # Probabilities are pooled times 2 ** 96, so that fp32 holds them down to 2 ** -222.
 LIFT = tl.constexpr(96.0)
 
 
 @triton.jit
 def _logits(
-    b_q, b_k, b_zero, scale_log2, logit_cap, HAS_CAP: tl.constexpr
+    b_a, b_b, b_zero, scale_log2, logit_cap, HAS_CAP: tl.constexpr
 ):  # fmt: skip
-    b_s = dot(b_q, tl.trans(b_k), b_zero)
+    b_s = dot(b_a, tl.trans(b_b), b_zero)
     if HAS_CAP:
         # tanh through exp, in units of log2 as everything below.
         b_s = scale_log2 * b_s / logit_cap
@@ -49,6 +49,66 @@ def _load_queries(
     p_q = q + (q_row + o_m // G).to(tl.int64)[:, None] * stride_q
     p_q += (i_h * G + o_m % G)[:, None] * D + o_d[None, :]
     return tl.load(p_q, mask=(o_m < count * G)[:, None], other=0.0)
+
+
+@triton.jit
+def _load_keys(
+    k_buffer,
+    p_table,
+    o_n,
+    m_n,
+    i_h,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """[BN, D] keys at positions ``o_n``; ``WHOLE`` says that all are there."""
+    o_d = tl.arange(0, D)
+    if WHOLE:
+        b_page = tl.load(p_table + o_n // PAGE).to(tl.int64)
+        o_k = ((b_page * PAGE + o_n % PAGE) * H + i_h) * D
+        return tl.load(k_buffer + o_k[:, None] + o_d[None, :])
+    b_page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
+    o_k = ((b_page * PAGE + o_n % PAGE) * H + i_h) * D
+    return tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+
+
+@triton.jit
+def _add_sums(
+    b_q,
+    b_max,
+    b_sum,
+    k_buffer,
+    p_table,
+    o_p,
+    begin,
+    end,
+    i_h,
+    scale_log2,
+    logit_cap,
+    H: tl.constexpr,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BN: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """(largest logit, sum) of each query with the keys of [begin, end) that it may see."""
+    for i_n in tl.range(begin, end, BN, num_stages=STAGES):
+        o_n = i_n + tl.arange(0, BN)
+        # [BN, D]
+        b_k = _load_keys(k_buffer, p_table, o_n, o_n < end, i_h, H, D, PAGE, False)
+        # [BM, BN]
+        b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
+        m_s = (o_n[None, :] <= o_p[:, None]) & (o_n < end)[None, :]
+        b_s = tl.where(m_s, b_s, float("-inf"))
+        b_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s - b_shift[:, None]), 1)
+        b_max = b_new
+    return b_max, b_sum
 
 
 @triton.jit
@@ -79,29 +139,33 @@ def tile_lse_kernel(
     if (tl.load(reselect + i_t) != 0) & (tl.load(k_units + i_t) > 0):
         seq_len = tl.load(seq_lens + i_t)
         start = tl.load(first + i_t)
-        o_m, o_d = tl.arange(0, BM), tl.arange(0, D)
+        o_m = tl.arange(0, BM)
         b_q = _load_queries(q, tl.load(q_rows + i_t), seq_len - start, i_h, stride_q, G, BM, D)
         o_p = start + o_m // G
+        p_table = page_table + i_t.to(tl.int64) * stride_table
         b_max = tl.full((BM,), float("-inf"), tl.float32)
         b_sum = tl.zeros((BM,), tl.float32)
-        p_table = page_table + i_t.to(tl.int64) * stride_table
-        for i_n in tl.range(0, seq_len, BN, num_stages=STAGES):
-            o_n = i_n + tl.arange(0, BN)
-            m_n = o_n < seq_len
-            # [BN]
-            b_page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
-            o_k = ((b_page * PAGE + o_n % PAGE) * H + i_h) * D
-            # [BN, D]
-            b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-            # [BM, BN]
-            b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
-            b_s = tl.where(o_n[None, :] <= o_p[:, None], b_s, float("-inf"))
-            b_new = tl.maximum(b_max, tl.max(b_s, 1))
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s - b_shift[:, None]), 1)
-            b_max = b_new
+        # Every query sees all of [0, seen), so that no mask is needed there.
+        seen = start // BN * BN
+        b_max, b_sum = _add_sums(
+            b_q, b_max, b_sum, k_buffer, p_table, o_p, seen, seq_len, i_h, scale_log2, logit_cap,
+            H, BM, D, PAGE, BN, HAS_CAP, 1,
+        )  # fmt: skip
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
-        tl.store(lse + tl.program_id(0).to(tl.int64) * BM + o_m, b_max + tl.log2(b_sum))
+        # The largest logit so far serves as the shift of all: fp32 holds sums of up to 2 ** 127
+        # times its term, and where that is not enough the shift follows the largest after all.
+        b_all = b_sum
+        for i_n in tl.range(0, seen, BN, num_stages=STAGES):
+            o_n = i_n + tl.arange(0, BN)
+            b_k = _load_keys(k_buffer, p_table, o_n, o_n < seen, i_h, H, D, PAGE, True)
+            b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
+            b_all += tl.sum(tl.exp2(b_s - b_max[:, None]), 1)
+        if tl.max(b_all) == float("inf"):
+            b_max, b_all = _add_sums(
+                b_q, b_max, b_sum, k_buffer, p_table, o_p, 0, seen, i_h, scale_log2, logit_cap,
+                H, BM, D, PAGE, BN, HAS_CAP, 1,
+            )  # fmt: skip
+        tl.store(lse + tl.program_id(0).to(tl.int64) * BM + o_m, b_max + tl.log2(b_all))
 
 
 @triton.jit
@@ -134,6 +198,7 @@ def tile_pool_kernel(
     BN: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     # HEADS: KV heads that share a list.
     i_tl, i_t = tl.program_id(0).to(tl.int64), tl.program_id(0) // LISTS
@@ -142,7 +207,7 @@ def tile_pool_kernel(
         start = tl.load(first + i_t)
         n = tl.load(tail_start + i_t)
         q_row = tl.load(q_rows + i_t)
-        o_m, o_d = tl.arange(0, BM), tl.arange(0, D)
+        o_m = tl.arange(0, BM)
         m_m = o_m < (seq_len - start) * G
         i_h = (tl.program_id(0) % LISTS) * HEADS
         b_q = _load_queries(q, q_row, seq_len - start, i_h, stride_q, G, BM, D)
@@ -150,24 +215,23 @@ def tile_pool_kernel(
         p_lse = lse + (i_t.to(tl.int64) * H + i_h) * BM + o_m
         b_lse = tl.load(p_lse, mask=m_m, other=float("inf")) - LIFT
         p_table = page_table + i_t.to(tl.int64) * stride_table
-        for i_b in tl.range(tl.program_id(1), tl.cdiv(n, BN), tl.num_programs(1)):
+        for i_b in tl.range(
+            tl.program_id(1), tl.cdiv(n, BN), tl.num_programs(1), num_stages=STAGES
+        ):
             o_n = i_b * BN + tl.arange(0, BN)
             m_n = o_n < n
-            # [BN]
-            b_page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
             b_pooled = tl.zeros((BN,), tl.float32)
             for i_g in range(HEADS):
                 if HEADS > 1:
                     b_q = _load_queries(q, q_row, seq_len - start, i_h + i_g, stride_q, G, BM, D)
                     b_lse = tl.load(p_lse + i_g * BM, mask=m_m, other=float("inf")) - LIFT
-                o_k = ((b_page * PAGE + o_n % PAGE) * H + i_h + i_g) * D
                 # [BN, D]
-                b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-                # [BM, BN]
+                b_k = _load_keys(k_buffer, p_table, o_n, m_n, i_h + i_g, H, D, PAGE, False)
+                # [BN, BM]: queries along the threads' registers, where they are added up.
                 b_s = _logits(
-                    b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP
+                    b_k, b_q, tl.zeros((BN, BM), tl.float32), scale_log2, logit_cap, HAS_CAP
                 )
-                b_pooled += tl.sum(tl.exp2(b_s - b_lse[:, None]), 0)
+                b_pooled += tl.sum(tl.exp2(b_s - b_lse[None, :]), 1)
             b_score = tl.log2(b_pooled) - LIFT
             store_scores(out, block_max, b_score, o_n, n, i_tl * width, i_tl * blocks, BN, BLOCK)
 
@@ -285,10 +349,9 @@ def tile_score_triton(
         "BM": queries,
         "D": q.shape[2],
         "PAGE": page_size,
-        "BN": SCORE_TOKENS,
         "HAS_CAP": logit_cap > 0,
-        "num_warps": WARPS,
     }
+    tokens, stages, warps = SUM_TILE
     scale_log2 = sm_scale * 1.4426950408889634
     tile_lse_kernel[(tiles * heads,)](
         q,
@@ -304,11 +367,14 @@ def tile_score_triton(
         rows.page_table.stride(0),
         scale_log2,
         logit_cap,
-        STAGES=STAGES,
+        BN=tokens,
+        STAGES=stages,
+        num_warps=warps,
         **shapes,
     )
+    tokens, stages, warps = POOL_TILE
     fill = programs_to_fill(q.device, 2) // (tiles * lists)
-    splits = max(1, min(fill, triton.cdiv(width, SCORE_TOKENS)))
+    splits = max(1, min(fill, triton.cdiv(width, tokens)))
     tile_pool_kernel[(tiles * lists, splits)](
         q,
         k_buffer,
@@ -331,6 +397,9 @@ def tile_score_triton(
         LISTS=lists,
         HEADS=heads // lists,
         BLOCK=BLOCK_UNITS,
+        BN=tokens,
+        STAGES=stages,
+        num_warps=warps,
         **shapes,
     )
 
@@ -352,6 +421,7 @@ def tile_attention_triton(
     """Launch :func:`tile_attend_kernel`, one program a tile and KV head."""
     rows, heads = plan.rows, k_buffer.shape[1]
     group = group_size(q.shape[1], heads)
+    tokens, stages, warps = ATTEND_TILE
     tile_attend_kernel[(rows.num_rows * heads,)](
         q,
         k_buffer,
@@ -378,8 +448,8 @@ def tile_attention_triton(
         BM=_block_queries(plan, group),
         D=q.shape[2],
         PAGE=page_size,
-        BN=ATTEND_TOKENS,
+        BN=tokens,
         HAS_CAP=logit_cap > 0,
-        STAGES=STAGES,
-        num_warps=WARPS,
+        STAGES=stages,
+        num_warps=warps,
     )

@@ -56,6 +56,7 @@ def select(batch: Batch, scores: torch.Tensor, impl: str, **options: object) -> 
     )
     workspace.block_max.fill_(NAN)
     workspace.blocks.fill_(2**30)
+    workspace.state.fill_(2**30)
     select_topk(
         scores, batch.plan, unit=batch.unit,
         out_indices=indices, out_counts=counts, workspace=workspace, impl=impl, **options,
@@ -146,6 +147,7 @@ def test_tiles_of_any_size_give_the_same_lists(
     """Tiles too small for the row are streamed, others prune in either of two sizes."""
     monkeypatch.setattr(kernel, "_tiles", lambda *_: tiles)
     monkeypatch.setattr(stream, "STREAM_UNITS", 256)
+    monkeypatch.setattr(stream, "PART_UNITS", 64)
     batch = Batch([1500, 700, 200], budget=50, heads=1, capacity=80, seed=5)
     scores = random_scores(batch, kind, 1501 + 3 * (tiles[1] == 256))
     check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
@@ -159,6 +161,7 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
 
     monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
     monkeypatch.setattr(stream, "STREAM_UNITS", 512)
+    monkeypatch.setattr(stream, "PART_UNITS", 64)
     budget = (300, 800, 1190)[KINDS.index(kind) % 3]
     batch = Batch([1200, 901], budget=budget, heads=1, capacity=budget + 10, seed=7, dense_rows=())
     scores = random_scores(batch, kind, 1204)
