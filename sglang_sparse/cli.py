@@ -172,7 +172,7 @@ def calibrate_kascade(
     prompts: Annotated[
         Path | None, typer.Option(help="JSON Lines of prompts; generated ones if left out.")
     ] = None,
-    count: Annotated[int, typer.Option(help="Prompts to measure on.")] = 16,
+    count: Annotated[int, typer.Option(help="Prompts to measure on.")] = 24,
     max_tokens: Annotated[int, typer.Option(help="Tokens kept of a longer prompt.")] = 8192,
     top_k: Annotated[int, typer.Option(help="Keys a query that similarity compares.")] = 64,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that no head map crosses.")] = 1,

@@ -65,8 +65,7 @@ def map_heads(similarity: Floats, ranks: int) -> NDArray[np.int64]:
     return np.where(is_own, own, best)
 
 
-def mapped_similarity(head_similarity: Floats, ranks: int) -> Floats:
-    """[L, L] similarity under the best head maps: mean over heads of [L, L, H, H]."""
-    taken = map_heads(head_similarity, ranks)
-    kept = np.take_along_axis(head_similarity, taken[..., None, :], axis=-2)
+def mapped_similarity(head_similarity: Floats, taken: NDArray[np.int64]) -> Floats:
+    """[L, L] similarity under head maps [L, L, H]: mean over heads of [L, L, H, H]."""
+    kept: Floats = np.take_along_axis(head_similarity, taken[..., None, :], axis=-2)
     return kept.mean((-2, -1))

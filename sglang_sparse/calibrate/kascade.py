@@ -18,7 +18,7 @@ from sglang_sparse.calibrate.anchors import choose_anchors, map_heads, mapped_si
 from sglang_sparse.calibrate.capture import Capture, Importance
 from sglang_sparse.calibrate.files import replacing
 from sglang_sparse.calibrate.prompts import Prompts, load_prompts
-from sglang_sparse.calibrate.report import write_report
+from sglang_sparse.calibrate.report import Measured, write_report
 from sglang_sparse.calibrate.similarity import prompt_similarity
 from sglang_sparse.config import (
     Anchors,
@@ -58,7 +58,7 @@ class Settings:
     anchors: int
     outputs: Sequence[Path]
     report: Path
-    count: int = 16
+    count: int = 24
     max_tokens: int = 8192
     top_k: int = 64
     tp: int = 1
@@ -75,13 +75,25 @@ class Sums:
     importance: torch.Tensor
     layers: torch.Tensor
     heads: torch.Tensor
+    head_means: torch.Tensor
 
     @classmethod
     def zeros(cls, geometry: Geometry) -> Sums:
         """Nothing done yet."""
         count, heads = geometry.num_hidden_layers, geometry.num_key_value_heads
-        shapes = ((count,), (count, count), (count, count, heads, heads))
+        by_head = (count, count, heads, heads)
+        shapes = ((count,), (count, count), by_head, by_head)
         return cls(0, *(torch.zeros(shape, dtype=torch.float64) for shape in shapes))
+
+    def means(self, ranks: int) -> Measured:
+        """Means over the prompts, and the head maps that follow from them."""
+        importance, averaged, heads, head_means = (
+            (total / self.done).numpy()
+            for total in (self.importance, self.layers, self.heads, self.head_means)
+        )
+        maps = map_heads(head_means, ranks)
+        mapped = mapped_similarity(heads, maps)
+        return Measured(importance, averaged, head_means, maps, mapped)
 
 
 def calibrate(settings: Settings, console: Console) -> Anchors:
@@ -103,35 +115,28 @@ def calibrate(settings: Settings, console: Console) -> Anchors:
         seed=settings.seed,
     )
     sums = _measure(settings, capture, prompts, console)
-    layers = choose(settings, sums, prompts.sha256)
-    averaged, heads, weight = (
-        (t / sums.done).numpy() for t in (sums.layers, sums.heads, sums.importance)
-    )
-    write_report(
-        settings.report, layers, mapped_similarity(heads, settings.tp), averaged, heads, weight
-    )
+    measured = sums.means(settings.tp)
+    layers = choose(settings, measured, sums.done, prompts.sha256)
+    write_report(settings.report, layers, measured)
     for path, base in bases:
         _write_preset(path, base, layers, geometry)
     (settings.report / STATE).unlink(missing_ok=True)
     return layers
 
 
-def choose(settings: Settings, sums: Sums, prompts_sha256: str) -> Anchors:
-    """Anchors and head maps from what was measured."""
-    heads = (sums.heads / sums.done).numpy()
-    mapped = mapped_similarity(heads, settings.tp)
-    anchors = choose_anchors(mapped, (sums.importance / sums.done).numpy(), settings.anchors)
-    taken = map_heads(heads, settings.tp)
+def choose(settings: Settings, measured: Measured, prompts: int, prompts_sha256: str) -> Anchors:
+    """Anchors and head maps from what was measured on so many prompts."""
+    anchors = choose_anchors(measured.mapped, measured.importance, settings.anchors)
     reuse = []
-    for layer in range(len(heads)):
+    for layer in range(len(measured.importance)):
         source = max(anchor for anchor in anchors if anchor <= layer)
         if source != layer:
-            reuse.append(Reuse(layer=layer, heads=tuple(map(int, taken[source, layer]))))
+            reuse.append(Reuse(layer=layer, heads=tuple(map(int, measured.maps[source, layer]))))
     return Anchors(
         anchors=tuple(anchors),
         reuse=tuple(reuse),
         calibration=Calibration(
-            prompts=sums.done,
+            prompts=prompts,
             prompts_sha256=prompts_sha256,
             seed=settings.seed,
             top_k=settings.top_k,
@@ -162,6 +167,7 @@ def _measure(settings: Settings, capture: Capture, prompts: Prompts, console: Co
             sums.importance += torch.tensor(importance, dtype=torch.float64)
             sums.layers += found.layers
             sums.heads += found.heads
+            sums.head_means += found.head_means
             sums.done += 1
             with replacing(state) as draft:
                 torch.save({"fingerprint": fingerprint, **asdict(sums)}, draft)

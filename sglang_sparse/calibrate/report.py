@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sglang_sparse.calibrate.anchors import Floats
 from sglang_sparse.calibrate.files import replacing
@@ -18,22 +22,34 @@ LABELS = {
 }
 
 
-def write_report(
-    folder: Path, layers: Anchors, mapped: Floats, averaged: Floats, heads: Floats, weight: Floats
-) -> None:
-    """Write four CSV files and two pictures.
+@dataclass(frozen=True)
+class Measured:
+    """What a calibration measured, mean over its prompts.
 
-    Args:
-        folder: is made if it is not there.
-        layers: anchors and head maps that were chosen.
-        mapped: [L, L] similarity under the best head maps, which anchors were chosen by.
-        averaged: [L, L] similarity of the attention averaged over heads.
-        heads: [L, L, H, H] similarity of heads.
-        weight: [L] importance.
+    Attributes:
+        importance: [L].
+        averaged: [L, L] similarity of the attention averaged over heads, least over queries.
+        head_means: [L, L, H, H] similarity of heads, mean over queries (Kascade, 3.2 and 3.5).
+        maps: [L, L, H], the heads of one layer that the heads of another take by it.
+        mapped: [L, L] similarity under these maps, least over queries (3.3): anchors follow it.
     """
+
+    importance: Floats
+    averaged: Floats
+    head_means: Floats
+    maps: NDArray[np.int64]
+    mapped: Floats
+
+
+def write_report(folder: Path, layers: Anchors, measured: Measured) -> None:
+    """Write four CSV files and two pictures of what was measured and chosen.
+
+    ``folder`` is made if it is not there.
+    """
+    weight, mapped, heads = measured.importance, measured.mapped, measured.head_means
     count = len(weight)
     names = [str(i) for i in range(count)]
-    for name, matrix in (("similarity", mapped), ("similarity_averaged", averaged)):
+    for name, matrix in (("similarity", mapped), ("similarity_averaged", measured.averaged)):
         rows = [[a, *(f"{x:.6f}" if b >= a else "" for b, x in enumerate(matrix[a]))]
                 for a in range(count)]  # fmt: skip
         _csv(folder / f"{name}.csv", ["anchor \\ layer", *names], rows)
@@ -50,7 +66,7 @@ def write_report(
     _csv(folder / "layers.csv", ["layer", "importance", "anchor", "similarity"], table)
     _csv(
         folder / "heads.csv",
-        ["layer", "head", "anchor", "anchor head", "similarity", "similarity unmapped"],
+        ["layer", "head", "anchor", "anchor head", "mean similarity", "mean similarity unmapped"],
         head_table,
     )
     with replacing(folder / "similarity.png") as path:
@@ -69,7 +85,6 @@ def _csv(path: Path, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None
 
 
 def _similarity_figure(similarity: Floats, anchors: Sequence[int]) -> Any:
-    import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 5), layout="constrained")

@@ -34,21 +34,23 @@ def attention(layer: LayerQK, start: int, stop: int) -> Tensor:
     return logits.masked_fill_(hidden, -torch.inf).softmax(-1).mean(1)
 
 
-def _recovered(p: Tensor, top_k: int, per_layer: int) -> Tensor:
-    """[S, S], least over queries: share of rows t's best mass that the top-k of rows s recovers.
+def _recovered(p: Tensor, top_k: int, per_layer: int) -> tuple[Tensor, Tensor]:
+    """(least, sum) over queries, [S, S]: share of rows t's best mass that rows s' top-k recovers.
 
     ``p`` is [S, Q, N]; ``per_layer`` of its rows are of one layer. Only s of earlier layers count.
     """
     rows, queries, length = p.shape
     best = p.topk(min(top_k, length), dim=-1)
     own = best.values.sum(-1)
-    result = torch.ones((rows, rows), device=p.device)
+    least = torch.ones((rows, rows), device=p.device)
+    total = torch.full((rows, rows), float(queries), device=p.device)
     for t in range(per_layer, rows):
         sources = t // per_layer * per_layer
         index = best.indices[:sources].transpose(0, 1).reshape(queries, -1)
         mass = p[t].gather(1, index).view(queries, sources, -1).sum(-1)
-        result[:sources, t] = (mass / own[t][:, None]).amin(0)
-    return result.clamp_(max=1.0)
+        share = (mass / own[t][:, None]).clamp_(max=1.0)
+        least[:sources, t], total[:sources, t] = share.amin(0), share.sum(0)
+    return least, total
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,12 @@ class Similarity:
     Attributes:
         layers: [L, L] of the attention averaged over heads (equation 3); 1 where a >= b.
         heads: [L, L, H, H]: (a, b, i, j), for head j of layer b with the keys of head i of layer a.
+        head_means: the same, mean over queries instead of the least.
     """
 
     layers: Tensor
     heads: Tensor
+    head_means: Tensor
 
 
 def prompt_similarity(
@@ -71,7 +75,7 @@ def prompt_similarity(
     block: int | None = None,
     advance: Callable[[int], None] = lambda queries: None,
 ) -> Similarity:
-    """Similarity of every pair of layers and of heads, the least over a prompt's queries.
+    """Similarity of every pair of layers and of heads, over a prompt's queries.
 
     Args:
         layers: all layers' queries and keys of one prompt.
@@ -86,13 +90,19 @@ def prompt_similarity(
     device = layers[0].k.device
     by_layer = torch.ones((count, count), device=device)
     by_head = torch.ones((count * heads, count * heads), device=device)
+    summed = torch.zeros((count * heads, count * heads), dtype=torch.float64, device=device)
     for start in range(0, length, block):
         stop = min(start + block, length)
         # Keys past the block are hidden from all of its queries.
         seen = [LayerQK(layer.q, layer.k[:, :stop], layer.scaling) for layer in layers]
         p = torch.stack([attention(layer, start, stop) for layer in seen])
-        by_layer = torch.minimum(by_layer, _recovered(p.mean(1), top_k, 1))
-        by_head = torch.minimum(by_head, _recovered(p.flatten(0, 1), top_k, heads))
+        by_layer = torch.minimum(by_layer, _recovered(p.mean(1), top_k, 1)[0])
+        least, total = _recovered(p.flatten(0, 1), top_k, heads)
+        by_head = torch.minimum(by_head, least)
+        summed += total
         advance(stop - start)
-    grid = by_head.view(count, heads, count, heads).transpose(1, 2)
-    return Similarity(by_layer.cpu(), grid.contiguous().cpu())
+    grids = (
+        matrix.view(count, heads, count, heads).transpose(1, 2).contiguous().cpu()
+        for matrix in (by_head, summed / length)
+    )
+    return Similarity(by_layer.cpu(), *grids)

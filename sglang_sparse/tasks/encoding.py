@@ -90,5 +90,12 @@ class HuggingFaceEncoder:
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of every text; thousands of them in a fraction of the time."""
+        encoded = self._tokenizer(
+            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        return [list(ids) for ids in encoded["input_ids"]]
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

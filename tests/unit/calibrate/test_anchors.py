@@ -62,7 +62,7 @@ def test_maps_stay_within_ranks_and_are_the_best_there(ranks: int) -> None:
     heads, share = 8, 8 // ranks
     similarity = rng.random((3, 3, heads, heads))
     taken = map_heads(similarity, ranks)
-    mapped = mapped_similarity(similarity, ranks)
+    mapped = mapped_similarity(similarity, taken)
     for a in range(3):
         for b in range(3):
             best = []

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,21 @@ from sglang_sparse.calibrate import kascade
 from sglang_sparse.calibrate.capture import Capture
 from sglang_sparse.cli import app
 from sglang_sparse.config import ConfigError, configs_dir, load_preset, resolve
+from sglang_sparse.tasks import layout
 
 MODEL = configs_dir() / "reference" / "model"
 RUN = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is loaded once."""
+    monkeypatch.setattr(kascade, "Capture", load_once)
+
+
+@cache
+def load_once(path: str, device: str) -> Capture:
+    return Capture(path, device)
 
 
 def settings(folder: Path, **changes: object) -> kascade.Settings:
@@ -39,7 +52,12 @@ def write_prompts(path: Path, lines: list[str]) -> Path:
     return path
 
 
-def test_a_calibration_writes_a_preset_that_serves_and_a_report(tmp_path: Path) -> None:
+def test_a_calibration_writes_a_preset_that_serves_and_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A short filler: reading the whole of it takes longer than all else.
+    few = (tuple(f" Line {i} says nothing about it." for i in range(2000)),)
+    monkeypatch.setattr(layout, "documents", lambda split: few)
     arguments = [
         "--model",
         str(MODEL),
@@ -107,7 +125,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
 
 
 def test_the_effect_of_a_layer_is_what_predictions_lose_without_it() -> None:
-    capture = Capture(str(MODEL), "cpu")
+    capture = load_once(str(MODEL), "cpu")
     text, fact = Path(kascade.__file__).read_text(), "The pass key is 48213."
     asked = f"{text[400:1400]} {fact} {text[2000:3500]}\n\nWhat is the pass key?"
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": fact}]
@@ -122,6 +140,27 @@ def test_the_effect_of_a_layer_is_what_predictions_lose_without_it() -> None:
     short, none = capture.run(ids[:60], "effect")
     assert len(short) == 6
     assert none == [0.0] * 6  # the window holds all of it
+
+
+def test_maps_follow_the_mean_over_queries_and_anchors_the_least(tmp_path: Path) -> None:
+    geometry = load_preset("reference", "kascade").model
+    sums = kascade.Sums.zeros(geometry)
+    sums.done = 2
+    sums.importance += 2.0
+    sums.heads += 1.0
+    sums.head_means += 1.0
+    for a, b in ((0, 3), (2, 3)):
+        # One query of head 0 finds nothing with the list of head 2, which suits all others best.
+        sums.heads[a, b, 2, 0], sums.head_means[a, b, 2, 0] = 0.0, 1.8
+    sums.heads[1, 2] = 1.6
+    measured = sums.means(1)
+    assert measured.maps[2, 3].tolist() == [2, 1, 2, 3]
+    assert measured.mapped[2, 3] == pytest.approx(0.375)  # mean of 0 and three times 0.5
+    assert measured.mapped[1, 2] == pytest.approx(0.8)
+    chosen = kascade.choose(settings(tmp_path, anchors=5), measured, 2, "0" * 64)
+    assert chosen.anchors == (0, 1, 3, 4, 5)
+    assert [(reuse.layer, reuse.heads) for reuse in chosen.reuse] == [(2, (0, 1, 2, 3))]
+    assert chosen.calibration.prompts == 2
 
 
 def test_sums_of_other_prompts_are_not_taken_up(

@@ -32,15 +32,15 @@ def whole_attention(layer: LayerQK) -> torch.Tensor:
     return p.view(HEADS, GROUP, TOKENS, TOKENS).mean(1)
 
 
-def direct(source: torch.Tensor, target: torch.Tensor, top_k: int) -> float:
-    """The least share over queries, one query at a time; both are [N, N]."""
-    least = 1.0
+def direct(source: torch.Tensor, target: torch.Tensor, top_k: int) -> tuple[float, float]:
+    """(least, mean) share over queries, one query at a time; both are [N, N]."""
+    shares = []
     for query in range(TOKENS):
         p, q = source[query, : query + 1], target[query, : query + 1]
         chosen = p.argsort(descending=True)[:top_k]
         best = q.sort(descending=True).values[:top_k].sum()
-        least = min(least, float(q[chosen].sum() / best))
-    return least
+        shares.append(float(q[chosen].sum() / best))
+    return min(shares), sum(shares) / TOKENS
 
 
 @pytest.mark.parametrize(("block", "top_k"), [(None, 8), (7, 8), (1, 5), (61, 16)])
@@ -52,12 +52,13 @@ def test_blocks_give_what_whole_matrices_give(block: int | None, top_k: int) -> 
     p = [whole_attention(layer) for layer in layers]
     for a in range(LAYERS):
         for b in range(LAYERS):
-            want = direct(p[a].mean(0), p[b].mean(0), top_k) if a < b else 1.0
+            want = direct(p[a].mean(0), p[b].mean(0), top_k)[0] if a < b else 1.0
             assert float(found.layers[a, b]) == pytest.approx(want, abs=1e-5)
             for i in range(HEADS):
                 for j in range(HEADS):
-                    want = direct(p[a][i], p[b][j], top_k) if a < b else 1.0
-                    assert float(found.heads[a, b, i, j]) == pytest.approx(want, abs=1e-5)
+                    least, mean = direct(p[a][i], p[b][j], top_k) if a < b else (1.0, 1.0)
+                    assert float(found.heads[a, b, i, j]) == pytest.approx(least, abs=1e-5)
+                    assert float(found.head_means[a, b, i, j]) == pytest.approx(mean, abs=1e-5)
 
 
 def test_layers_that_look_alike_are_similar_and_their_heads_are_found() -> None:
