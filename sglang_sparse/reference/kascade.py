@@ -3,13 +3,14 @@
 
 ``python -m sglang_sparse.reference.kascade`` decodes with anchors and head maps of
 ``configs/reference/kascade.json`` over a dense and over a sparse prefill, and draws what it finds.
-What matters most comes first, and the file is whole after every cell.
+What matters most comes first, and a run goes on after the last cell of the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from sglang_sparse.tasks import FileEncoder
 TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking", "single_key", "passkey")
 FRACTIONS = (0.1, 0.2)
 SWEEP = (0.025, 0.05, 0.4)
-COMPARED = ("kascade", "kascade_sketch", "sparcas", "page_minmax", "oracle")
+VARIANTS = ("kascade", "kascade_unmapped", "kascade_all_heads")
+COMPARED = (*VARIANTS, "kascade_sketch", "sparcas", "page_minmax", "oracle")
+FLOOR = 128  # tokens, as the preset's
 LAYERS = 6
 DENSE_FRACTION = 1.0  # of a prefill that is not sparse
 
@@ -40,12 +43,17 @@ def sharing() -> dict[str, Any]:
 
 
 def methods(length: int, fraction: float) -> dict[str, Policy]:
-    """Every method at one fraction of the context, and Kascade without its head maps."""
-    budget, shared = max(64, round(length * fraction)), sharing()
+    """Every method at one fraction of the context, Kascade also in the paper's other variants.
+
+    ``kascade_unmapped`` reuses each head's own list, ``kascade_all_heads`` one list of all heads.
+    """
+    budget, shared = max(FLOOR, math.ceil(length * fraction)), sharing()
+    anchors = shared["anchors"]
     return {
         "kascade": Policy("oracle", budget, **shared),
+        "kascade_unmapped": Policy("oracle", budget, anchors=anchors),
+        "kascade_all_heads": Policy("oracle", budget, anchors=anchors, pool="heads"),
         "kascade_sketch": Policy("sparcas", budget, **shared),
-        "kascade_unmapped": Policy("oracle", budget, anchors=shared["anchors"]),
         "sparcas": Policy("sparcas", budget, dense_layers=1),
         "page_minmax": Policy("page_minmax", budget, dense_layers=1),
         "oracle": Policy("oracle", budget),
@@ -53,46 +61,68 @@ def methods(length: int, fraction: float) -> dict[str, Policy]:
 
 
 class KascadeStudy:
-    """Cells of one run, each measured once."""
+    """Cells of one run, each measured once: those of a file that an earlier run left are kept."""
 
     def __init__(self, study: Study, tasks: Sequence[str]) -> None:
         self.study, self.tasks = study, tasks
+        self._done = {_key(cell) for cell in study.result["cells"]}
 
     def decode(self, length: int, fractions: Sequence[float], *, dense: bool) -> None:
         """Every method over a dense prefill; dense and window too, if asked."""
+        chosen = [("dense", 0.0, Policy()), ("window", 0.0, WINDOW)] if dense else []
+        for fraction in fractions:
+            chosen += [(name, fraction, p) for name, p in methods(length, fraction).items()]
         for task in self.tasks:
-            parts = self.study.prepare(task, length)
-            if dense:
-                for name, policy in (("dense", Policy()), ("window", WINDOW)):
-                    self._cell(task, length, parts, name, policy, 0.0, DENSE_FRACTION)
-            for fraction in fractions:
-                for name, policy in methods(length, fraction).items():
-                    self._cell(task, length, parts, name, policy, fraction, DENSE_FRACTION)
-            self.study.say(task=task, length=length, fractions=list(fractions))
+            self._cells(task, length, chosen, None, DENSE_FRACTION)
 
-    def prefill(self, length: int, fraction: float, count: int) -> None:
-        """Kascade's decoding over Kascade's prefill, with head maps and without."""
-        shared = sharing()
+    def prefill(self, length: int, fraction: float) -> None:
+        """Kascade's decoding over Kascade's prefill, in each variant."""
         for task in self.tasks:
-            for name, maps in (("kascade", shared["head_maps"]), ("kascade_unmapped", ())):
-                tiles = TilePrefill(fraction, anchors=shared["anchors"], head_maps=maps)
-                parts = self.study.prepare(task, length, count, tiles)
+            for name in VARIANTS:
                 policy = methods(length, fraction)[name]
-                self._cell(task, length, parts, name, policy, fraction, fraction)
-            self.study.say(task=task, length=length, prefill=fraction)
+                tiles = TilePrefill(
+                    fraction,
+                    floor=FLOOR,
+                    anchors=policy.anchors,
+                    head_maps=policy.head_maps,
+                    pool=policy.pool,
+                )
+                self._cells(task, length, [(name, fraction, policy)], tiles, fraction)
 
-    def _cell(
+    def _cells(
         self,
         task: str,
         length: int,
-        parts: Any,
-        name: str,
-        policy: Policy,
-        fraction: float,
+        chosen: Sequence[tuple[str, float, Policy]],
+        tiles: TilePrefill | None,
         prefill: float,
     ) -> None:
-        labels = {"method": name, "fraction": fraction, "prefill_fraction": prefill}
-        self.study.cell(task, length, parts, policy, **labels)
+        parts = None
+        for name, fraction, policy in chosen:
+            labels = {"method": name, "fraction": fraction, "prefill_fraction": prefill}
+            if _key({"task": task, "length": length, **labels}) in self._done:
+                continue
+            if parts is None:
+                parts = self.study.prepare(task, length, prefill=tiles)
+            row = self.study.cell(task, length, parts, policy, **labels)
+            self.study.say(task=task, length=length, exact=row["exact"], **labels)
+
+
+def _key(cell: dict[str, Any]) -> tuple[Any, ...]:
+    names = ("task", "length", "method", "fraction", "prefill_fraction")
+    return tuple(cell[name] for name in names)
+
+
+def _resume(study: Study, out: Path) -> None:
+    """Take the cells that an earlier run of the same count and seed left in ``out``."""
+    study.out = out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.is_file():
+        return
+    found = json.loads(out.read_text())
+    if (found["count"], found["seed"]) != (study.count, study.seed):
+        raise SystemExit(f"{out} holds cells of another count or seed; name another file")
+    study.result = found
 
 
 def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
@@ -132,8 +162,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("configs/reference/model"))
     parser.add_argument("--out", type=Path, default=Path("build/kascade.json"))
     parser.add_argument("--count", type=int, default=200, help="samples a cell")
-    parser.add_argument("--prefill-count", type=int, default=50, help="the same, sparse prefill")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS))
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")],
                         default=[4096, 8192])  # fmt: skip
@@ -141,14 +170,13 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     study = Study(model, FileEncoder(args.model), args.count, args.seed)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    study.out = args.out
+    _resume(study, args.out)
     kascade = KascadeStudy(study, args.tasks)
     for length in args.lengths:
         kascade.decode(length, FRACTIONS, dense=True)
     for length in args.lengths:
         for fraction in FRACTIONS:
-            kascade.prefill(length, fraction, args.prefill_count)
+            kascade.prefill(length, fraction)
     for length in args.lengths:
         kascade.decode(length, SWEEP, dense=False)
     study.say(done=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 Kind = Literal["dense", "window", "oracle", "sparcas", "page_minmax", "page_mean"]
 KINDS: tuple[Kind, ...] = ("dense", "window", "oracle", "sparcas", "page_minmax", "page_mean")
 Reduce = Literal["max", "sum"]
+Pool = Literal["group", "heads"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Policy:
             one attends to everything all the same.
         head_maps: For each layer, the anchor's head whose tokens each KV head takes; its own where
             there is no map.
+        pool: With ``oracle``, whose attention is added up to one score: a group's, or all heads'.
         epsilon: With a page kind, keep pages in the order of their scores until their estimated
             share of the attention reaches this (PSA, algorithm 1); 0 for a fixed budget.
         microbatch: Tokens between two looks at the share.
@@ -54,6 +56,7 @@ class Policy:
     dense_layers: int = 0
     anchors: tuple[int, ...] = ()
     head_maps: tuple[tuple[int, ...], ...] = ()
+    pool: Pool = "group"
     epsilon: float = 0.0
     microbatch: int = 32
     share: Literal["min", "mean"] = "min"
@@ -77,7 +80,7 @@ def window_mask(length: int, lengths: Tensor, sink: int, recent: int) -> Tensor:
     return (position < last) & ((position < sink) | (position >= last - recent))
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` over ``[B, G, ., .]`` with an fp32 result, whatever the inputs' dtype."""
     if a.is_cuda and b.dtype == torch.bfloat16:
         flat = torch.bmm(a.to(b.dtype).flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
@@ -92,7 +95,7 @@ def grouped(q: Tensor, k: Tensor) -> Tensor:
 
 def logits(q: Tensor, k: Tensor) -> Tensor:
     """``[B, G, group, L]`` unscaled fp32 products of ``q [B, H, D]`` and ``k [B, G, L, D]``."""
-    return _product(grouped(q, k), k.transpose(2, 3))
+    return product(grouped(q, k), k.transpose(2, 3))
 
 
 def oracle_scores(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
@@ -107,7 +110,7 @@ def sparcas_scores(q: Tensor, k8: Tensor, channels: int, reduce: Reduce) -> Tens
     heads = grouped(q, k8)
     chosen = heads.float().abs().sum(2).topk(channels, dim=-1).indices
     kept = torch.zeros_like(heads[:, :, 0]).scatter_(-1, chosen, 1.0)
-    partial = _product(heads * kept[:, :, None], k8.transpose(2, 3))
+    partial = product(heads * kept[:, :, None], k8.transpose(2, 3))
     return partial.amax(2) if reduce == "max" else partial.sum(2)
 
 
@@ -151,8 +154,8 @@ def page_scores(q: Tensor, planes: tuple[Tensor, Tensor], reduce: Reduce) -> Ten
     live = torch.isfinite(low[..., 0])
     low, high = low.masked_fill(~live[..., None], 0), high.masked_fill(~live[..., None], 0)
     heads = grouped(q, low)
-    bound = _product(heads.clamp_min(0), high.transpose(2, 3))
-    bound += _product(heads.clamp_max(0), low.transpose(2, 3))
+    bound = product(heads.clamp_min(0), high.transpose(2, 3))
+    bound += product(heads.clamp_max(0), low.transpose(2, 3))
     score = bound.amax(2) if reduce == "max" else bound.sum(2)
     return score.masked_fill(~live, -torch.inf)
 
@@ -203,6 +206,8 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
         return _page_mask(policy, scores, always, valid)
     if policy.kind == "oracle":
         scores = oracle_scores(q, k, lengths)
+        if policy.pool == "heads":
+            scores = scores.mean(1, keepdim=True).expand_as(scores)
     else:
         k8 = k.to(torch.float8_e4m3fn).to(k.dtype) if cache.k8 is None else cache.k8
         scores = sparcas_scores(q, k8, policy.channels, policy.reduce)
@@ -294,4 +299,4 @@ def attend(q: Tensor, cache: Cache, mask: Tensor) -> Tensor:
     """Softmax attention ``[B, H * D]`` of one step over the tokens in ``mask [B, G, L]``."""
     scores = logits(q, cache.k) * q.shape[-1] ** -0.5
     weights = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1)
-    return _product(weights, cache.v).reshape(q.shape[0], -1).to(q.dtype)
+    return product(weights, cache.v).reshape(q.shape[0], -1).to(q.dtype)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sglang_sparse.calibrate.files import replacing
 from sglang_sparse.reference.decode import Decoder
 from sglang_sparse.reference.export import load
 from sglang_sparse.reference.model import Attend, ReferenceModel
@@ -156,7 +157,8 @@ class Study:
     def say(self, **entry: Any) -> None:
         """One JSON line of progress; what is there so far goes to the file."""
         if self.out is not None:
-            self.out.write_text(json.dumps(self.result))
+            with replacing(self.out) as draft:
+                draft.write_text(json.dumps(self.result))
         print(
             json.dumps({"seconds": round(time.monotonic() - self.started, 1), **entry}), flush=True
         )

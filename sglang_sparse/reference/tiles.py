@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sglang_sparse.reference.policies import keep_best, window_mask
+from sglang_sparse.reference.policies import Pool, keep_best, product, window_mask
 
 
 @dataclass
@@ -24,7 +24,7 @@ class TilePrefill:
         sink, recent: Always among them.
         least: Tiles that start before this are dense.
         tile: Queries a tile.
-        anchors, head_maps: As in :class:`~sglang_sparse.reference.policies.Policy`.
+        anchors, head_maps, pool: As in :class:`~sglang_sparse.reference.policies.Policy`.
     """
 
     fraction: float
@@ -35,38 +35,40 @@ class TilePrefill:
     tile: int = 64
     anchors: tuple[int, ...] = ()
     head_maps: tuple[tuple[int, ...], ...] = ()
+    pool: Pool = "group"
     _chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of one layer, ``[B, heads, T, D]``; layers must come in order."""
         groups, length = k.shape[1], k.shape[2]
         selects = not self.anchors or layer in self.anchors
-        out = torch.empty_like(q)
+        k, v, out = k.contiguous(), v.contiguous(), torch.empty_like(q)
         for start in range(0, length, self.tile):
             stop = min(start + self.tile, length)
-            queries = q[:, :, start:stop].unflatten(1, (groups, -1)).float()
-            keys, values = k[:, :, :stop].float(), v[:, :, :stop].float()
-            logits = torch.einsum("bghqd,bgnd->bghqn", queries, keys) * q.shape[-1] ** -0.5
-            position = torch.arange(stop, device=q.device)
-            seen = position <= torch.arange(start, stop, device=q.device)[:, None]
-            logits = logits.masked_fill(~seen, -torch.inf)
+            queries = q[:, :, start:stop].unflatten(1, (groups, -1))
+            shape = queries.shape
+            logits = product(queries.flatten(2, 3), k[:, :, :stop].transpose(2, 3))
+            logits *= q.shape[-1] ** -0.5
+            # Tokens before the tile are seen by all of it.
+            hidden = torch.ones(stop - start, stop - start, device=q.device).triu(1).bool()
+            logits.unflatten(2, shape[2:4])[..., start:].masked_fill_(hidden, -torch.inf)
+            weights = logits.softmax(-1)
             if start >= self.least:
                 if selects:
-                    pooled = logits.softmax(-1).sum((2, 3))[..., :start]
-                    self._chosen[start] = self._choose(pooled, start)
+                    self._chosen[start] = self._choose(weights[..., :start].sum(2), start)
                 if not self.anchors or layer > 0:
                     kept = self._chosen[start]
                     if not selects and self.head_maps and self.head_maps[layer]:
                         kept = kept[:, list(self.head_maps[layer])]
-                    own = kept.new_ones((*kept.shape[:2], stop - start))
-                    kept = torch.cat((kept, own), -1)
-                    logits = logits.masked_fill(~kept[:, :, None, None], -torch.inf)
-            attended = torch.einsum("bghqn,bgnd->bghqd", logits.softmax(-1), values)
-            out[:, :, start:stop] = attended.flatten(1, 2).to(out.dtype)
+                    weights[..., :start] *= kept[:, :, None]
+            attended = product(weights, v[:, :, :stop]) / weights.sum(-1, keepdim=True)
+            out[:, :, start:stop] = attended.unflatten(2, shape[2:4]).flatten(1, 2).to(out.dtype)
         return out
 
     def _choose(self, pooled: Tensor, start: int) -> Tensor:
-        """``[B, G, start]``: the best tokens before a tile."""
+        """``[B, G, start]``: the best tokens before a tile, by attention ``[B, G, start]``."""
+        if self.pool == "heads":
+            pooled = pooled.sum(1, keepdim=True).expand_as(pooled)
         share = start * round(self.fraction * 1_000_000)
         count = min(max(self.floor, -(-share // 1_000_000)), start)
         lengths = torch.full((len(pooled),), start, device=pooled.device)

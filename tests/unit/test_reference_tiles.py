@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from live_server import MODEL
 
+from sglang_sparse.reference import kascade
 from sglang_sparse.reference.decode import Decoder
 from sglang_sparse.reference.export import load
 from sglang_sparse.reference.kascade import methods, sharing
-from sglang_sparse.reference.policies import Cache, Policy, attend_mask, layer_mask
+from sglang_sparse.reference.policies import Cache, Policy, Pool, attend_mask, layer_mask
+from sglang_sparse.reference.study import Study
 from sglang_sparse.reference.tiles import TilePrefill
 from sglang_sparse.tasks import FileEncoder, TaskSuite, is_exact
 from sglang_sparse.tasks.encoding import END
@@ -20,9 +25,10 @@ HEADS, GROUPS, DIM, LENGTH, PAGE = 8, 4, 16, 310, 16
 
 
 def kernels_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, taken: list[int] | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, taken: list[int] | None, pool: Pool
 ) -> torch.Tensor:
     """[heads, T, D] by the operators, on a pool that holds the prompt in order."""
+    lists = GROUPS if pool == "group" else 1
 
     def pooled(x: torch.Tensor) -> torch.Tensor:
         pad = -LENGTH % PAGE
@@ -31,11 +37,11 @@ def kernels_prefill(
     table = torch.arange(-(-LENGTH // PAGE), dtype=torch.int32)[None]
     plan = plan_tiles(table, [0], [LENGTH], tile_tokens=32, min_tokens=64, floor=40, fraction=0.3)
     tiles, keys, queries = plan.rows.num_rows, pooled(k), q.transpose(0, 1)
-    scores = torch.zeros(tiles, GROUPS, plan.max_tail)
-    indices = torch.zeros(tiles, GROUPS, plan.max_units, dtype=torch.int32)
-    counts = torch.zeros(tiles, GROUPS, dtype=torch.int32)
+    scores = torch.zeros(tiles, lists, plan.max_tail)
+    indices = torch.zeros(tiles, lists, plan.max_units, dtype=torch.int32)
+    counts = torch.zeros(tiles, lists, dtype=torch.int32)
     shared = {"page_size": PAGE, "sm_scale": DIM**-0.5, "impl": "torch"}
-    tile_score(queries, keys, plan, pool="group", out=scores, **shared)
+    tile_score(queries, keys, plan, pool=pool, out=scores, **shared)
     select_topk(
         scores, plan.rows, unit=1, sink=4, recent=8, out_indices=indices, out_counts=counts,
         impl="torch",
@@ -54,11 +60,12 @@ def random_layer(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return 2 * q, k, v
 
 
-def test_tiles_of_the_study_equal_the_operators() -> None:
-    prefill = TilePrefill(0.3, floor=40, sink=4, recent=8, least=64, tile=32)
+@pytest.mark.parametrize(("pool", "taken"), [("group", None), ("heads", [0] * GROUPS)])
+def test_tiles_of_the_study_equal_the_operators(pool: Pool, taken: list[int] | None) -> None:
+    prefill = TilePrefill(0.3, floor=40, sink=4, recent=8, least=64, tile=32, pool=pool)
     q, k, v = random_layer(1)
     got = prefill(0, q[None], k[None], v[None])[0]
-    torch.testing.assert_close(got, kernels_prefill(q, k, v, None), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, kernels_prefill(q, k, v, taken, pool), rtol=1e-4, atol=1e-5)
     dense = torch.nn.functional.scaled_dot_product_attention(
         q[None], k[None], v[None], is_causal=True, enable_gqa=True
     )[0]
@@ -86,7 +93,7 @@ def test_the_first_anchor_is_dense_and_a_reuse_layer_takes_mapped_lists() -> Non
     torch.testing.assert_close(first, dense)
     # The same queries and keys again: what differs is whose list a head takes.
     got = prefill(1, q[None], k[None], v[None])[0]
-    torch.testing.assert_close(got, kernels_prefill(q, k, v, taken), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, kernels_prefill(q, k, v, taken, "group"), rtol=1e-4, atol=1e-5)
 
 
 def test_layers_take_what_the_last_anchor_chose() -> None:
@@ -104,6 +111,43 @@ def test_layers_take_what_the_last_anchor_chose() -> None:
     assert torch.equal(chosen, own)
     mask, _ = layer_mask(policy, 2, step, cache, lengths, torch.zeros_like(own))
     assert torch.equal(mask, own)
+
+
+def test_all_heads_may_share_one_list() -> None:
+    q, k, v = random_layer(4)
+    cache, lengths = Cache(k[None], v[None]), torch.tensor([LENGTH])
+    mask = attend_mask(Policy("oracle", 60, pool="heads"), q[None, :, -1], cache, lengths)
+    assert (mask == mask[:, :1]).all()
+    p = (q[:, -1:] @ k.repeat_interleave(HEADS // GROUPS, 0).mT * DIM**-0.5).softmax(-1).sum((0, 1))
+    best = p[16:-32].topk(60 - 48).indices + 16
+    assert sorted(best.tolist()) == (mask[0, 0, 16:-32].nonzero()[:, 0] + 16).tolist()
+
+
+def test_a_study_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def exact(self: Study, parts: object, policy: Policy, cut: None = None) -> int:
+        measured.append(policy.kind)
+        if len(measured) == 5:
+            raise KeyboardInterrupt
+        return 1
+
+    monkeypatch.setattr(Study, "exact", exact)
+    monkeypatch.setattr(Study, "prepare", lambda *args, **options: [([None], None)])
+    monkeypatch.setattr(kascade, "SWEEP", ())
+    monkeypatch.setattr(kascade, "draw", lambda cells, path: None)
+    out = tmp_path / "cells.json"
+    arguments = ["--out", str(out), "--tasks", "passkey", "--lengths", "4096", "--count", "1"]
+    monkeypatch.setattr("sys.argv", ["kascade", *arguments])
+    with pytest.raises(KeyboardInterrupt):
+        kascade.main()
+    assert len(json.loads(out.read_text())["cells"]) == 4
+    kascade.main()
+    cells = json.loads(out.read_text())["cells"]
+    keys = [(c["method"], c["fraction"], c["prefill_fraction"]) for c in cells]
+    # Dense and window, seven methods and three variants over a sparse prefill at two fractions.
+    assert len(keys) == len(set(keys)) == 2 + 2 * (7 + 3)
+    assert len(measured) == len(keys) + 1
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.2])
