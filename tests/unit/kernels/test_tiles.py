@@ -180,6 +180,28 @@ def test_scores_are_the_softmax_pooled_over_the_tile(case: tuple, pool: str, cap
     torch.testing.assert_close(reference[..., :width], want)
 
 
+@pytest.mark.parametrize("far", [2.0, 60.0])
+def test_sums_hold_though_the_largest_logit_is_far_from_the_tile(
+    far: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sparse_kernels.tiles import kernel
+
+    monkeypatch.setattr(kernel, "SUM_TILE", (16, 2, 4))
+    prompts = Prompts(([(0, 70)], 32, 1, 2, 64, torch.bfloat16))
+    # Every query agrees with the fifth key: with 60 by more than fp32 holds powers of two.
+    prompts.q[:] = (prompts.q.float().abs() + 1).to(torch.bfloat16)
+    prompts.batch.k[0][prompts.slots(0, torch.tensor([4], device=DEVICE))] = far
+    want, size = naive_scores(prompts, "group", 0.0)
+    got, _ = score(prompts, "group", "triton", 0.0)
+    assert (size.max() > 200) == (far > 2)
+    seen = (want != UNTOUCHED) & (want > -200)
+    slack = 2 * dot_rounding(size, 64) + 16 * UNIT_ROUNDOFF[torch.float32] * (size + 300)
+    error = (got[..., : want.shape[2]].double() - want).abs()
+    assert seen.any()
+    assert (error <= slack)[seen].all(), error[seen].max()
+    assert (got[..., : want.shape[2]][(want != UNTOUCHED) & ~seen] <= -190).all()
+
+
 def naive_attention(prompts: Prompts, lists: tuple, dtype: torch.dtype, cap: float) -> torch.Tensor:
     batch, rows = prompts.batch, prompts.plan.rows
     indices, counts = lists
