@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import next_power_of_2
 from ..plan import DecodePlan
 from .search import key_of, load_units, rankable, score_of, store_winners, winners
 from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 
 STREAM_UNITS, STREAM_WARPS = 8192, 16
-PART_UNITS, PART_WARPS = 4096, 8
-MOST_OPEN = 1024  # units between the bounds that a part may list
+PART_UNITS, PART_BLOCK, PART_WARPS = 2048, 4, 4
+SEARCH_WARPS = 16
+# Units between the bounds that a part may list, and as many as the search takes in less time.
+MOST_OPEN, FEW_OPEN = 512, 256
 
 # Columns of a row's state: bounds, then what the search found, then a number of each part.
 _LOW, _HIGH, _SCORE, _CUT, _DONE, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8))
@@ -235,6 +236,7 @@ def partition_kernel(
     BB: tl.constexpr,
     BU: tl.constexpr,
     BT: tl.constexpr,
+    PB: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -252,14 +254,14 @@ def partition_kernel(
         p_state = state + i_rh * COLUMNS
         p_list = lists + i_rh * list_blocks + i_s * most_open
         low, high = score_of(tl.load(p_state + _LOW)), score_of(tl.load(p_state + _HIGH))
-        ROWS: tl.constexpr = BT // BLOCK
+        ROWS: tl.constexpr = BT // PB
         above = tl.full((), 0, tl.int32)
         listed = tl.full((), 0, tl.int32)
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
             o_b = i_t * ROWS + tl.arange(0, ROWS)
             b_s, o_u = load_units(
-                scores + i_rh * width, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK,
+                scores + i_rh * width, o_b, o_b * PB < n, n, forced_below, free_below, PB,
                 WHOLE, CLEAN,
             )  # fmt: skip
             above += tl.sum((b_s > high).to(tl.int32))
@@ -267,6 +269,38 @@ def partition_kernel(
             listed = store_winners(p_list, b_open, o_u, listed, most_open)
         tl.store(p_state + _PARTS + i_s, above)
         tl.store(p_state + _PARTS + SPLITS + i_s, listed)
+
+
+@triton.jit
+def _search(
+    p_scores,
+    p_list,
+    p_state,
+    b_above,
+    b_open,
+    k,
+    n,
+    forced_below,
+    free_below,
+    most_open,
+    BC: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """Find the k best of the listed units, at most ``BC`` of each part."""
+    o_s, o_c = tl.arange(0, SPLITS), tl.arange(0, BC)
+    m_c = o_c[None, :] < b_open[:, None]
+    # [SPLITS, BC]
+    b_u = tl.load(p_list + o_s[:, None] * most_open + o_c[None, :], mask=m_c, other=2147483647)
+    b_s = tl.load(p_scores + b_u, mask=m_c, other=float("-inf"))
+    b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
+    b_win, score = winners(b_s, b_u, float("-inf"), n - 1, k, SPLITS * BC)
+    b_win &= m_c
+    cut = tl.max(tl.where(b_win & (b_s == score), b_u, -1))
+    b_taken = b_above + tl.sum(b_win.to(tl.int32), 1)
+    tl.store(p_state + _SCORE, key_of(score))
+    tl.store(p_state + _CUT, cut)
+    tl.store(p_state + _PARTS + 2 * SPLITS + o_s, tl.cumsum(b_taken, 0) - b_taken)
 
 
 @triton.jit
@@ -280,6 +314,7 @@ def threshold_kernel(
     width,
     list_blocks,
     most_open,
+    least,
     capacity,
     sink,
     recent,
@@ -293,7 +328,10 @@ def threshold_kernel(
     CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Search the units between the bounds; say where the winners of each part go."""
+    """Search the units between the bounds; say where the winners of each part go.
+
+    Takes the rows of whose parts one lists more than ``least`` units, and none more than ``BC``.
+    """
     streamed, tokens, n, k = _streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
@@ -302,27 +340,21 @@ def threshold_kernel(
         forced_below = tl.cdiv(sink, UNIT)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
         p_state = state + i_rh * COLUMNS
-        o_s, o_c = tl.arange(0, SPLITS), tl.arange(0, BC)
+        o_s = tl.arange(0, SPLITS)
         # [SPLITS]
         b_above = tl.load(p_state + _PARTS + o_s)
         b_open = tl.load(p_state + _PARTS + SPLITS + o_s)
         above = tl.sum(b_above)
-        done = (above < k) & (k <= above + tl.sum(b_open)) & (tl.max(b_open) <= most_open)
-        tl.store(p_state + _DONE, done.to(tl.int32))
-        if done:
-            m_c = o_c[None, :] < b_open[:, None]
-            # [SPLITS, BC]
-            o_l = o_s[:, None] * most_open + o_c[None, :]
-            b_u = tl.load(lists + i_rh * list_blocks + o_l, mask=m_c, other=2147483647)
-            b_s = tl.load(scores + i_rh * width + b_u, mask=m_c, other=float("-inf"))
-            b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
-            b_win, score = winners(b_s, b_u, float("-inf"), n - 1, k - above, SPLITS * BC)
-            b_win &= m_c
-            cut = tl.max(tl.where(b_win & (b_s == score), b_u, -1))
-            b_taken = b_above + tl.sum(b_win.to(tl.int32), 1)
-            tl.store(p_state + _SCORE, key_of(score))
-            tl.store(p_state + _CUT, cut)
-            tl.store(p_state + _PARTS + 2 * SPLITS + o_s, tl.cumsum(b_taken, 0) - b_taken)
+        most = tl.max(b_open)
+        if most > least:
+            done = (above < k) & (k <= above + tl.sum(b_open)) & (most <= tl.minimum(BC, most_open))
+            tl.store(p_state + _DONE, done.to(tl.int32))
+            if done:
+                p_scores, p_list = scores + i_rh * width, lists + i_rh * list_blocks
+                _search(
+                    p_scores, p_list, p_state, b_above, b_open, k - above, n, forced_below,
+                    free_below, most_open, BC, SPLITS, CLEAN,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -343,6 +375,7 @@ def write_kernel(
     BB: tl.constexpr,
     BU: tl.constexpr,
     BT: tl.constexpr,
+    PB: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -361,12 +394,12 @@ def write_kernel(
         i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
         score, cut = score_of(tl.load(p_state + _SCORE)), tl.load(p_state + _CUT)
         taken = tl.load(p_state + _PARTS + 2 * SPLITS + i_s)
-        ROWS: tl.constexpr = BT // BLOCK
+        ROWS: tl.constexpr = BT // PB
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
             o_b = i_t * ROWS + tl.arange(0, ROWS)
             b_s, o_u = load_units(
-                scores + i_rh * width, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK,
+                scores + i_rh * width, o_b, o_b * PB < n, n, forced_below, free_below, PB,
                 WHOLE, CLEAN,
             )  # fmt: skip
             b_win = (b_s > score) | ((b_s == score) & (o_u <= cut))
@@ -454,6 +487,7 @@ def stream_topk_triton(
         "COLUMNS": workspace.state.shape[2],
     }
     whole = width % BLOCK_UNITS == 0
+    tiles = {"BT": PART_UNITS, "PB": PART_BLOCK, "SPLITS": STREAM_SPLITS}
     parts = (rows * heads, STREAM_SPLITS)
     bounds_kernel[parts[:1]](
         scores, workspace.state, *row, width, capacity, sink, recent,
@@ -462,17 +496,19 @@ def stream_topk_triton(
     partition_kernel[parts](
         scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,
         sink, recent,
-        BT=PART_UNITS, SPLITS=STREAM_SPLITS, WHOLE=whole, num_warps=PART_WARPS, **shapes,
+        WHOLE=whole, num_warps=PART_WARPS, **tiles, **shapes,
     )  # fmt: skip
-    threshold_kernel[parts[:1]](
-        scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,
-        sink, recent,
-        BC=next_power_of_2(max(most_open, 64)), SPLITS=STREAM_SPLITS, num_warps=STREAM_WARPS,
-        **shapes,
-    )  # fmt: skip
+    least = -1
+    for most in (FEW_OPEN, MOST_OPEN):
+        threshold_kernel[parts[:1]](
+            scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, least,
+            capacity, sink, recent,
+            BC=most, SPLITS=STREAM_SPLITS, num_warps=SEARCH_WARPS, **shapes,
+        )  # fmt: skip
+        least = most
     write_kernel[parts](
         scores, workspace.state, *row, plan.list_rows, out_indices, width, capacity, sink, recent,
-        BT=PART_UNITS, SPLITS=STREAM_SPLITS, WHOLE=whole, num_warps=PART_WARPS, **shapes,
+        WHOLE=whole, num_warps=PART_WARPS, **tiles, **shapes,
     )  # fmt: skip
     stream_topk_kernel[parts[:1]](
         scores, workspace.blocks, workspace.state, *row, plan.list_rows, out_indices, width,

@@ -8,7 +8,7 @@ import torch
 BLOCK_UNITS = 8
 """Units whose largest score is kept, so that selection can skip blocks that cannot win."""
 
-STREAM_SPLITS = 16
+STREAM_SPLITS = 32
 """Programs that share a row which does not fit in the registers of one."""
 
 _STATE_COLUMNS = 8 + 3 * STREAM_SPLITS

@@ -7,7 +7,8 @@ import pytest
 import torch
 from kernel_cases import DEVICE, NAN, Batch
 
-from sglang_sparse_kernels import make_topk_workspace, select_topk
+from sglang_sparse_kernels import TopkWorkspace, make_topk_workspace, select_topk
+from sglang_sparse_kernels.select import kernel, stream
 
 STALE = -7
 
@@ -47,13 +48,19 @@ def random_scores(batch: Batch, kind: str, width: int) -> torch.Tensor:
     return scores.to(DEVICE)
 
 
-def select(batch: Batch, scores: torch.Tensor, impl: str, **options: object) -> tuple:
+def select(
+    batch: Batch,
+    scores: torch.Tensor,
+    impl: str,
+    workspace: TopkWorkspace | None = None,
+    **options: object,
+) -> tuple:
     shape = (batch.list_rows, batch.heads)
     indices = torch.full((*shape, batch.capacity), STALE, dtype=torch.int32, device=DEVICE)
     counts = torch.full(shape, STALE, dtype=torch.int32, device=DEVICE)
-    workspace = make_topk_workspace(
-        len(batch.lengths) + 1, batch.heads, scores.shape[2], batch.capacity, DEVICE
-    )
+    if workspace is None:
+        rows = len(batch.lengths) + 1
+        workspace = make_topk_workspace(rows, batch.heads, scores.shape[2], batch.capacity, DEVICE)
     workspace.block_max.fill_(NAN)
     workspace.blocks.fill_(2**30)
     workspace.state.fill_(2**30)
@@ -135,37 +142,53 @@ def test_fewer_slots_than_forced_units_keep_the_lowest(impl: str) -> None:
     check_lists(batch, scores, select(batch, scores, impl, sink=4, recent=8), 4, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "tiles", [(64, 256, 4), (64, 512, 4), (512, 512, 4), (1024, 512, 4)], ids=str
-)
+@pytest.mark.parametrize("kind", ["normal", "ties", "infinite", "hidden"])
+@pytest.mark.parametrize("tiles", [(64, 512, 4), (512, 512, 4), (1024, 512, 4)], ids=str)
 def test_tiles_of_any_size_give_the_same_lists(
     kind: str, tiles: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sparse_kernels.select import kernel, stream
-
     """Tiles too small for the row are streamed, others prune in either of two sizes."""
     monkeypatch.setattr(kernel, "_tiles", lambda *_: tiles)
-    monkeypatch.setattr(stream, "STREAM_UNITS", 256)
-    monkeypatch.setattr(stream, "PART_UNITS", 64)
+    small_streams(monkeypatch)
     batch = Batch([1500, 700, 200], budget=50, heads=1, capacity=80, seed=5)
-    scores = random_scores(batch, kind, 1501 + 3 * (tiles[1] == 256))
+    scores = random_scores(batch, kind, 1501 + 3 * (tiles[0] == 64))
     check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
+
+
+def small_streams(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Rows of a thousand units in several parts of several tiles."""
+    small = {"STREAM_UNITS": 512, "PART_UNITS": 64, "FEW_OPEN": 4, "MOST_OPEN": 16} | sizes
+    for name, value in small.items():
+        monkeypatch.setattr(stream, name, value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_budgets_that_do_not_fit_in_registers_are_streamed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sparse_kernels.select import kernel, stream
-
     monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
-    monkeypatch.setattr(stream, "STREAM_UNITS", 512)
-    monkeypatch.setattr(stream, "PART_UNITS", 64)
+    small_streams(monkeypatch)
     budget = (300, 800, 1190)[KINDS.index(kind) % 3]
     batch = Batch([1200, 901], budget=budget, heads=1, capacity=budget + 10, seed=7, dense_rows=())
     scores = random_scores(batch, kind, 1204)
     check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "few", "done"),
+    [("normal", 64, True), ("normal", 16, True), ("clustered", 64, False), ("constant", 64, False)],
+)
+def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
+    kind: str, few: int, done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
+    small_streams(monkeypatch, STREAM_UNITS=8192, PART_UNITS=256, FEW_OPEN=few, MOST_OPEN=64)
+    batch = Batch([12_000], budget=1500, heads=1, capacity=1500, seed=8, dense_rows=())
+    scores = random_scores(batch, kind, 12_000)
+    workspace = make_topk_workspace(1, 1, 12_000, 1500, DEVICE)
+    got = select(batch, scores, "triton", workspace, sink=4, recent=9)
+    check_lists(batch, scores, got, 4, 9)
+    assert workspace.state[0, 0, stream._DONE.value] == done
 
 
 def test_block_maxima_of_the_score_kernel_are_trusted() -> None:

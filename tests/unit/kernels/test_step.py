@@ -41,7 +41,7 @@ class Decoder:
         self.topk = TopkWorkspace(
             full((rows, batch.heads, blocks), -77.0, torch.float32),
             full((rows, batch.heads, min(blocks, batch.capacity)), 2**30, torch.int32),
-            full((rows, batch.heads, 64), 2**30, torch.int32),
+            full((rows, batch.heads, 104), 2**30, torch.int32),
         )
         heads = batch.heads * batch.group
         needed = make_workspace(rows, heads, batch.heads, batch.dim, DEVICE).numel()
