@@ -13,7 +13,7 @@ from sglang_sparse.tasks import TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
-TOKENS = 8
+TOKENS = 6
 
 
 def answers_one_by_one(live: LiveServer, prompts: list[list[int]]) -> list[list[int]]:
@@ -28,7 +28,7 @@ def answers_one_by_one(live: LiveServer, prompts: list[list[int]]) -> list[list[
 def test_budgets_above_the_context_give_the_dense_answers(
     server: Server, prompts: list[list[int]]
 ) -> None:
-    ids = [prompts[i] for i in (0, 5)]
+    ids = [prompts[0], prompts[1][:450]]
     want = answers_one_by_one(server("dense"), ids)
     live = server("kascade-everything")
     assert answers_one_by_one(live, ids) == want
@@ -44,13 +44,13 @@ def test_prefixes_chunks_and_neighbours_do_not_change_answers(
 ) -> None:
     live = server("kascade")
     # The second shares a prefix with the first, of a length that is no multiple of the chunks.
-    short, long, other = prompts[0], prompts[4], prompts[1][:600]
+    short, long, other = prompts[0][:450], prompts[0][:900], prompts[1][:330]
     cold = answers_one_by_one(live, [short, long, other])
     live.flush()
     live.generate([short], TOKENS, ignore_eos=True)
     warm = live.generate([long], TOKENS, ignore_eos=True)
-    assert warm[0]["meta_info"]["cached_tokens"] % 512 != 0
-    assert warm[0]["meta_info"]["cached_tokens"] > 512
+    assert warm[0]["meta_info"]["cached_tokens"] % 256 != 0
+    assert warm[0]["meta_info"]["cached_tokens"] > 256
     assert token_ids(warm)[0] == cold[1]
     live.flush()
     together = live.generate([short, long, other, short[:90]], TOKENS, ignore_eos=True)
@@ -61,7 +61,7 @@ def test_facts_far_back_are_found_with_a_tenth_of_the_context(
     server: Server, suite: TaskSuite
 ) -> None:
     live = server("kascade")
-    for sample in suite.samples("multi_key", length=1800, count=2, seed=6):
+    for sample in suite.samples("multi_key", length=1500, count=1, seed=6):
         body = {"input_ids": sample.prompt_ids}
         body["sampling_params"] = {"temperature": 0, "max_new_tokens": 24}
         reply = live.call("/generate", body)["text"]

@@ -56,7 +56,7 @@ def _sample_bounds(
     rank_low = tl.minimum(middle + margin, BT).to(tl.int32)
     rank_high = tl.maximum(middle - margin, 1.0).to(tl.int32)
     _, low = winners(b_s, o_u, float("-inf"), n - 1, rank_low, BT)
-    _, high = winners(b_s, o_u, float("-inf"), n - 1, rank_high, BT)
+    _, high = winners(b_s, o_u, low, n - 1, rank_high, BT)
     return low, high
 
 
