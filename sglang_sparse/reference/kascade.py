@@ -27,8 +27,8 @@ from sglang_sparse.tasks import FileEncoder
 TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking", "single_key", "passkey")
 FRACTIONS = (0.1, 0.2)
 SWEEP = (0.025, 0.05, 0.4)
-VARIANTS = ("kascade", "kascade_unmapped", "kascade_all_heads")
-COMPARED = (*VARIANTS, "kascade_sketch", "sparcas", "page_minmax", "oracle")
+MAPPED = ("kascade", "kascade_unmapped")
+COMPARED = (*MAPPED, "kascade_all_heads", "kascade_sketch", "sparcas", "page_minmax", "oracle")
 FLOOR = 128  # tokens, as the preset's
 LAYERS = 6
 DENSE_FRACTION = 1.0  # of a prefill that is not sparse
@@ -76,9 +76,9 @@ class KascadeStudy:
             self._cells(task, length, chosen, None, DENSE_FRACTION)
 
     def prefill(self, length: int, fraction: float) -> None:
-        """Kascade's decoding over Kascade's prefill, in each variant."""
+        """Kascade's decoding over Kascade's prefill, with head maps and without."""
         for task in self.tasks:
-            for name in VARIANTS:
+            for name in MAPPED:
                 policy = methods(length, fraction)[name]
                 tiles = TilePrefill(
                     fraction,

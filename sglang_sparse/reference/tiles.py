@@ -45,10 +45,9 @@ class TilePrefill:
         k, v, out = k.contiguous(), v.contiguous(), torch.empty_like(q)
         for start in range(0, length, self.tile):
             stop = min(start + self.tile, length)
-            queries = q[:, :, start:stop].unflatten(1, (groups, -1))
+            queries = q[:, :, start:stop].unflatten(1, (groups, -1)) * q.shape[-1] ** -0.5
             shape = queries.shape
             logits = product(queries.flatten(2, 3), k[:, :, :stop].transpose(2, 3))
-            logits *= q.shape[-1] ** -0.5
             # Tokens before the tile are seen by all of it.
             hidden = torch.ones(stop - start, stop - start, device=q.device).triu(1).bool()
             logits.unflatten(2, shape[2:4])[..., start:].masked_fill_(hidden, -torch.inf)

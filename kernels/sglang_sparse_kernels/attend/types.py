@@ -6,18 +6,24 @@ import torch
 from ..device import programs_to_fill
 
 CTAS_PER_SM = 2
+# Long lists are bound by bandwidth: as many programs as fit, or several rounds of them, so that few
+# multiprocessors idle in the last one.
+LONG_LIST_TOKENS = 4096
+LONG_CTAS_PER_SM = 3
+ROUNDS = 3
 MIN_SPLIT_TOKENS = 32
 MAX_SPLITS = 64
 
 
-def _target_programs(device: torch.device) -> int:
-    return programs_to_fill(device, CTAS_PER_SM)
-
-
 def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch.device) -> int:
     """Splits of the KV length that fill the device; fixed by the shapes, not by the data."""
+    programs = rows * num_kv_heads
+    long = capacity_tokens >= LONG_LIST_TOKENS
+    resident = programs_to_fill(device, LONG_CTAS_PER_SM if long else CTAS_PER_SM)
     # Rounding down keeps all programs resident at once; one more would run alone at the end.
-    fill = _target_programs(device) // (rows * num_kv_heads)
+    fill = resident // programs
+    if long and programs > resident:
+        fill = -(-ROUNDS * resident // programs)
     useful = -(-capacity_tokens // MIN_SPLIT_TOKENS)
     return max(1, min(fill, useful, MAX_SPLITS))
 
@@ -30,7 +36,9 @@ def workspace_bytes(
     device: torch.device | str,
 ) -> int:
     """Bytes that :func:`make_workspace` allocates."""
-    programs = _target_programs(torch.device(device)) + max_rows * num_kv_heads
+    # What several rounds take, and one program a row more than that.
+    most = ROUNDS * programs_to_fill(torch.device(device), LONG_CTAS_PER_SM)
+    programs = most + max_rows * num_kv_heads
     return 4 * programs * (num_heads // num_kv_heads) * (head_dim + 1)
 
 

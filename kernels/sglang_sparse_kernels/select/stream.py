@@ -18,8 +18,8 @@ from .search import key_of, load_units, rankable, score_of, store_winners, winne
 from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 
 STREAM_UNITS, STREAM_WARPS = 8192, 16
-PART_UNITS, PART_BLOCK, PART_WARPS = 2048, 4, 4
-SEARCH_WARPS = 16
+BOUNDS_WARPS = SEARCH_WARPS = 8
+PART_UNITS, PART_BLOCK, PART_WARPS = 1024, 4, 2
 # Units between the bounds that a part may list, and as many as the search takes in less time.
 MOST_OPEN, FEW_OPEN = 512, 256
 
@@ -491,7 +491,7 @@ def stream_topk_triton(
     parts = (rows * heads, STREAM_SPLITS)
     bounds_kernel[parts[:1]](
         scores, workspace.state, *row, width, capacity, sink, recent,
-        TILE=STREAM_UNITS, WHOLE=whole, num_warps=STREAM_WARPS, **shapes,
+        TILE=STREAM_UNITS, WHOLE=whole, num_warps=BOUNDS_WARPS, **shapes,
     )  # fmt: skip
     partition_kernel[parts](
         scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,

@@ -19,7 +19,7 @@ from ..triton_ops import cast, dot
 from .types import TilePlan
 
 # (keys at a time, stages, warps) of each kernel.
-SUM_TILE = (128, 3, 4)
+SUM_TILE = (128, 2, 4)
 POOL_TILE = (128, 2, 8)
 ATTEND_TILE = (32, 3, 4)
 # Probabilities are pooled times 2 ** 96, so that fp32 holds them down to 2 ** -222.

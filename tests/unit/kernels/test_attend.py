@@ -201,3 +201,16 @@ def test_a_head_attends_to_the_list_that_it_is_mapped_to(impl: str, head_map: li
     assert_within_budget(out, exact, eager, rounding(batch.dtype))
     unmapped = naive_attention(batch, (indices, counts), torch.float64)
     assert (unmapped - exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("rows", "capacity", "splits"), [(1, 4096, 2), (3, 4096, 2), (9, 4096, 1), (3, 4095, 1)]
+)
+def test_long_lists_take_several_rounds_of_programs(rows: int, capacity: int, splits: int) -> None:
+    from sglang_sparse_kernels.attend.types import num_splits
+
+    # Two programs fill the interpreter's device, six are three rounds of them.
+    device = torch.device("cpu")
+    assert num_splits(rows, 1, capacity, device) == splits
+    floats = make_workspace(rows, 2, 1, 64, device).numel()
+    assert floats >= rows * splits * 2 * (64 + 1)
