@@ -25,6 +25,8 @@ KEPT = {
     "page_size": 32,
 }
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
+ALL_TILES = TILES | {"fraction": 1.0}
+ONE_LIST = {"score": {"kind": "exact", "pool": "heads"}}
 WHOLE_MASS = {
     "budget": {"epsilon": 1.0, "cap": 32768},
     "min_sparse_tokens": 64,
@@ -91,8 +93,19 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             *SPARSE,
             "kascade",
-            *("--sparse-config", json.dumps(EVERYTHING | {"prefill": TILES | {"fraction": 1.0}})),
+            *("--sparse-config", json.dumps(EVERYTHING | {"prefill": ALL_TILES})),
             *("--chunked-prefill-size", "4096"),
+        ],
+        {},
+    ),
+    # One list for all heads, which every layer reads through a map.
+    "kascade-heads-everything": (
+        [
+            *SPARSE,
+            "kascade",
+            *("--sparse-config", json.dumps(EVERYTHING | ONE_LIST | {"prefill": ALL_TILES})),
+            *("--chunked-prefill-size", "4096"),
+            "--disable-cuda-graph",
         ],
         {},
     ),

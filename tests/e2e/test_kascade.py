@@ -25,12 +25,13 @@ def answers_one_by_one(live: LiveServer, prompts: list[list[int]]) -> list[list[
     return found
 
 
+@pytest.mark.parametrize("name", ["kascade-everything", "kascade-heads-everything"])
 def test_budgets_above_the_context_give_the_dense_answers(
-    server: Server, prompts: list[list[int]]
+    server: Server, prompts: list[list[int]], name: str
 ) -> None:
-    ids = [prompts[0], prompts[1][:450]]
+    ids = [prompts[0][:800], prompts[1][:450]]
     want = answers_one_by_one(server("dense"), ids)
-    live = server("kascade-everything")
+    live = server(name)
     assert answers_one_by_one(live, ids) == want
     state = live.sparse_state()
     # The equality means nothing unless these went through selection.
