@@ -102,9 +102,8 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
     heads = batch.heads * batch.group
     items = num_items(batch.capacity, batch.unit, ask.microbatch)
     workspace = make_progressive_workspace(rows + 1, heads, batch.heads, batch.dim, items, DEVICE)
-    for tensor in (workspace.partial, workspace.lse, workspace.least):
+    for tensor in (workspace.partial, workspace.running, workspace.lse, workspace.least):
         tensor.fill_(77.0)  # of the step before
-    workspace.tickets.fill_(5)
     always = {"unit": batch.unit, "sink": SINK, "recent": RECENT}
     scores = scores.to(work)
     select_topk(  # its own tests hold its kernel to this
@@ -321,13 +320,13 @@ def test_a_share_of_one_equals_dense(impl: str, kind: str, upper: bool) -> None:
     assert_within_budget(got["out"], exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 1), (8, 3)])
+@pytest.mark.parametrize("splits", [1, 3, 8])
 def test_any_number_of_programs_gives_the_same_result(
-    programs: int, resident: int, monkeypatch: pytest.MonkeyPatch
+    splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_sparse_kernels.progressive import kernel
 
-    monkeypatch.setattr(kernel, "num_programs", lambda *_: (programs, resident))
+    monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
     batch = make_batch(([333, 1, 111], 32, 1, 4, 64, torch.bfloat16, 16, 1, 16, 64))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 16)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
