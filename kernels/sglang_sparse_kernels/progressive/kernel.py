@@ -280,9 +280,7 @@ def progressive_attend_kernel(
             t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue, total,
             BN, SPLITS,
         )  # fmt: skip
-        b_page, b_off, m_n = _slots(
-            p_list, p_table, first, last, tail, tail_tokens, PAGE, UNIT, BN
-        )
+        b_page, b_off, m_n = _slots(p_list, p_table, first, last, tail, tail_tokens, PAGE, UNIT, BN)
         while t < own_tiles:
             o_kv = ((b_page.to(tl.int64) * PAGE + b_off) * H + i_h) * D
             # [BN, D]
