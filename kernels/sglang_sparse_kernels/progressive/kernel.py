@@ -92,6 +92,7 @@ def _missing(
 
     ``b_sum`` [heads] is the mass over exp2(``b_top``), ``b_low`` log2 of the smallest block's.
     """
+    looks = tl.maximum(looks, 0)
     left = units - tl.minimum(forced + looks * STEP, listed)
     b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
     if UPPER:
