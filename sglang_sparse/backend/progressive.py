@@ -34,7 +34,6 @@ def most_rows(
     capacity_units: int,
     *,
     query_heads: int,
-    kv_heads: int,
     head_dim: int,
 ) -> int | None:
     """Rows that one pass can attend to progressively; None for a budget that is not `mass`."""

@@ -555,7 +555,9 @@ def progressive_decode_attention_triton(
         logit_cap,
         slack * CAUTION if slack > 0 else slack,
         BG=max(16, next_power_of_2(group)),
-        BW=max(4, next_power_of_2(2 * splits)),
+        # Each word is read by one thread: threads that read the same word may see it at different
+        # times, and would part ways.
+        BW=max(32 * WARPS // next_power_of_2(group), next_power_of_2(2 * splits)),
         PAGE=page_size,
         HAS_CAP=logit_cap > 0,
         STAGES=STAGES,
