@@ -328,24 +328,24 @@ def test_a_share_of_one_equals_dense(impl: str, kind: str, upper: bool) -> None:
     assert_within_budget(got["out"], exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize("splits", [3, 8])
+@pytest.mark.parametrize("splits", [2, 7])
 def test_any_number_of_programs_gives_the_same_result(
     splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_sparse_kernels.progressive import kernel
 
     monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
-    batch = make_batch(([333, 1, 111], 32, 1, 4, 64, torch.bfloat16, 16, 1, 16, 64))
-    scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 16)
+    batch = make_batch(([333, 90], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 32)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_stop_at_very_different_depths_and_a_cap_is_counted(impl: str) -> None:
-    batch = make_batch(([500, 500], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 20), shared_pages=0)
+    batch = make_batch(([400, 400], 64, 1, 2, 64, torch.bfloat16, 16, 1, 32, 20), shared_pages=0)
     batch.q[0] *= 3
     batch.q[1] *= 0.02  # all alike: the share grows by a unit at a time
-    scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 16)
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 32)
     got = run(batch, scores, ask, impl)
     stops = check(batch, scores, got, ask) if impl == "triton" else None
     reached = got["reached"][batch.plan.list_rows.long(), 0].tolist()
@@ -357,8 +357,8 @@ def test_rows_stop_at_very_different_depths_and_a_cap_is_counted(impl: str) -> N
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_between_selections_keep_their_ranking_and_stop_anew(impl: str) -> None:
-    batch = make_batch(([300], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 32))
-    scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 16)
+    batch = make_batch(([300], 64, 1, 2, 64, torch.bfloat16, 16, 1, 32, 32))
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.6, 32)
     first = run(batch, scores, ask, impl)
     work = torch.full_like(scores, NAN)
     batch.plan.reselect.zero_()
