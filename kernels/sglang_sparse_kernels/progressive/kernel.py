@@ -20,102 +20,22 @@ import triton.language as tl
 from ..common import group_size, next_power_of_2
 from ..plan import DecodePlan
 from ..triton_ops import cast, dot
-from .rank_kernel import forced_range
+from .merge_kernel import absent, missing, progressive_merge_kernel, work
 from .types import ProgressiveWorkspace, num_splits
 
 WARPS = 4
 STAGES = 2
-CHUNK = 0
-EARLY = True
+# Microbatches between two looks of a program: one in so many that it has done, one at least.
+CHUNK = 4
 # A program ends at a share a little above the one that is asked for, so that the exact stop, found
 # with other roundings, never lies after it.
 CAUTION = 1 - 2.0**-7
 
 
 @triton.jit
-def _work(
-    seq_lens,
-    tail_start,
-    k_units,
-    list_rows,
-    ranked,
-    i_r,
-    i_h,
-    capacity,
-    sink,
-    recent,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """What a row and KV head has to attend to: tokens in the order tail, forced, ranked units.
-
-    Returns (list row, tail start, tokens of the tail, tokens attended to in any case, all tokens,
-    tokens of a part of the former, parts, all pieces of work, units of the domain, listed, forced).
-    """
-    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_h
-    tail = tl.load(tail_start + i_r)
-    tail_tokens = tl.load(seq_lens + i_r) - tail
-    k = tl.minimum(tl.load(k_units + i_r), capacity)
-    units = tl.cdiv(tail, UNIT)
-    # A dense row's count is whatever its owner before left there.
-    listed = tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
-    _, _, forced = forced_range(tail, sink, recent, UNIT)
-    forced = tl.minimum(forced, listed)
-    prologue = tail_tokens + forced * UNIT
-    total = tail_tokens + listed * UNIT
-    share = tl.maximum(tl.cdiv(tl.cdiv(prologue, SPLITS), BN), 1) * BN
-    parts = tl.cdiv(prologue, share)
-    items = parts + tl.cdiv(total - prologue, BN)
-    return i_l, tail, tail_tokens, prologue, total, share, parts, items, units, listed, forced
-
-
-@triton.jit
-def _missing(
-    b_top,
-    b_sum,
-    b_low,
-    looks,
-    units,
-    listed,
-    forced,
-    p_rest,
-    steps,
-    o_g,
-    G: tl.constexpr,
-    STEP: tl.constexpr,
-    UPPER: tl.constexpr,
-    MEAN: tl.constexpr,
-):
-    """Estimated share of the mass that is missing at a look (PSA, algorithm 1).
-
-    ``b_sum`` [heads] is the mass over exp2(``b_top``), ``b_low`` log2 of the smallest block's.
-    """
-    looks = tl.maximum(looks, 0)
-    left = units - tl.minimum(forced + looks * STEP, listed)
-    b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-    if UPPER:
-        b_low = tl.load(p_rest + o_g * steps + looks, mask=o_g < G, other=float("-inf"))
-        b_rest = tl.exp2(b_low - b_top)
-    else:
-        b_rest = tl.exp2(b_low - b_top) * left.to(tl.float32)
-    b_part = b_rest / (b_sum + b_rest)
-    # Of infinite numbers nothing is known.
-    b_part = tl.where(b_part == b_part, b_part, 1.0)
-    b_part = tl.where((o_g < G) & (left > 0), b_part, 0.0)
-    return tl.sum(b_part) / G if MEAN else tl.max(b_part)
-
-
-@triton.jit
-def _absent(b_l, b_m):
-    return tl.max(((b_l != b_l) | (b_m != b_m)).to(tl.int32), 1)
-
-
-@triton.jit
 def _advance(b_l, b_m, o_w, seen, items, parts, b_top, b_sum, b_low, BW: tl.constexpr):
     """Take words of the pieces from ``seen`` on into the state, as far as none is missing."""
-    run = tl.min(tl.where((_absent(b_l, b_m) != 0) | (seen + o_w >= items), o_w, BW))
+    run = tl.min(tl.where((absent(b_l, b_m) != 0) | (seen + o_w >= items), o_w, BW))
     b_in = (o_w < run)[:, None]
     b_l = tl.where(b_in, b_l, float("-inf"))
     b_new = tl.maximum(b_top, tl.max(b_l, 0))
@@ -239,12 +159,11 @@ def progressive_attend_kernel(
     MEAN: tl.constexpr,
     STAGES: tl.constexpr,
     CHUNK: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     i_rh, i_s = tl.program_id(0), tl.program_id(1)
     i_r, i_h = i_rh // H, i_rh % H
     STEP: tl.constexpr = BN // UNIT
-    i_l, tail, tail_tokens, prologue, total, share, parts, items, units, listed, forced = _work(
+    i_l, tail, tail_tokens, prologue, total, share, parts, items, units, listed, forced = work(
         seq_lens, tail_start, k_units, list_rows, ranked, i_r, i_h, capacity, sink, recent,
         H, UNIT, BN, SPLITS,
     )  # fmt: skip
@@ -276,212 +195,53 @@ def progressive_attend_kernel(
     b_mass = tl.zeros((BS,), tl.float32)
     b_low = tl.full((BS,), float("inf"), tl.float32)
     t = tl.zeros((), tl.int32)
-    if CHUNK == 0:
-        first, last, item = _range(
-            t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue, total,
-            BN, SPLITS,
-        )  # fmt: skip
-        b_page, b_off, m_n = _slots(p_list, p_table, first, last, tail, tail_tokens, PAGE, UNIT, BN)
-        while t < own_tiles:
-            o_kv = ((b_page.to(tl.int64) * PAGE + b_off) * H + i_h) * D
-            # [BN, D]
-            b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-            b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-            p_words = (base + seen + o_w)[:, None] * G + o_s[None, :]
-            m_words = ((seen + o_w) < items)[:, None] & (o_s < G)[None, :]
-            if EARLY:
-                b_l = tl.load(lse + p_words, mask=m_words, other=0.0, volatile=True)
-                b_m = tl.load(least + p_words, mask=m_words, other=0.0, volatile=True)
-            n_blocks = tl.cdiv(last - first, UNIT)
-            in_part = t < own_parts
-            at = tl.where(in_part, i_s, item)
-            m_this = m_n
-            t += 1
+    while t < own_tiles:
+        until = tl.maximum(tl.maximum(t, own_parts) + 1, t + (t - own_parts) // CHUNK)
+        until = tl.minimum(until, own_tiles)
+        for i_t in tl.range(t, until, num_stages=STAGES):
             first, last, item = _range(
-                t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue,
+                i_t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue,
                 total, BN, SPLITS,
             )  # fmt: skip
             b_page, b_off, m_n = _slots(
                 p_list, p_table, first, last, tail, tail_tokens, PAGE, UNIT, BN
             )
+            o_kv = ((b_page.to(tl.int64) * PAGE + b_off) * H + i_h) * D
+            # [BN, D]
+            b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+            b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+            in_part = i_t < own_parts
             b_acc, b_max, b_sum, b_one, b_least = _tile(
-                b_q, b_k, b_v, m_this, n_blocks, b_acc, b_max, b_sum, scale_log2, logit_cap,
-                BG, UNIT, BN, HAS_CAP,
+                b_q, b_k, b_v, m_n, tl.cdiv(last - first, UNIT), b_acc, b_max, b_sum,
+                scale_log2, logit_cap, BG, UNIT, BN, HAS_CAP,
             )  # fmt: skip
-            if t >= own_parts:
-                o_o = (base + at) * G + o_g
-                b_some = tl.where(b_sum > 0, b_sum, 1.0)
-                b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
-                b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
-                tl.store(lse + o_o, tl.where(in_part, b_lse, b_one), mask=m_g)
-                tl.store(least + o_o, tl.where(in_part, float("inf"), b_least), mask=m_g)
-                tl.store(running + o_o, b_lse, mask=m_g)
-                b_o = b_acc / b_some[:, None]
-                tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_g[:, None])
-            if not EARLY:
-                b_l = tl.load(lse + p_words, mask=m_words, other=0.0, volatile=True)
-                b_m = tl.load(least + p_words, mask=m_words, other=0.0, volatile=True)
+            o_o = (base + tl.where(in_part, i_s, item)) * G + o_g
+            m_o = m_g & (i_t + 1 >= own_parts)
+            b_some = tl.where(b_sum > 0, b_sum, 1.0)
+            b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
+            b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
+            tl.store(lse + o_o, tl.where(in_part, b_lse, b_one), mask=m_o)
+            tl.store(least + o_o, tl.where(in_part, float("inf"), b_least), mask=m_o)
+            tl.store(running + o_o, b_lse, mask=m_o)
+            b_o = b_acc / b_some[:, None]
+            tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_o[:, None])
+        t = until
+        going = True
+        while going:
+            p_words = (base + seen + o_w)[:, None] * G + o_s[None, :]
+            m_words = ((seen + o_w) < items)[:, None] & (o_s < G)[None, :]
+            b_l = tl.load(lse + p_words, mask=m_words, other=0.0, volatile=True)
+            b_m = tl.load(least + p_words, mask=m_words, other=0.0, volatile=True)
+            before = seen
             seen, b_top, b_mass, b_low = _advance(
                 b_l, b_m, o_w, seen, items, parts, b_top, b_mass, b_low, BW
             )
-            part = _missing(
-                b_top, b_mass, b_low, seen - parts, units, listed, forced, p_rest, steps, o_s,
-                G, STEP, UPPER, MEAN,
-            )  # fmt: skip
-            t = tl.where((seen > parts) & (part <= slack), own_tiles, t)
-    else:
-        while t < own_tiles:
-            until = tl.maximum(tl.maximum(t, own_parts) + 1, t + (t - own_parts) // CHUNK)
-            until = tl.minimum(until, own_tiles)
-            for i_t in tl.range(t, until, num_stages=STAGES):
-                first, last, item = _range(
-                    i_t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue,
-                    total, BN, SPLITS,
-                )  # fmt: skip
-                b_page, b_off, m_n = _slots(
-                    p_list, p_table, first, last, tail, tail_tokens, PAGE, UNIT, BN
-                )
-                o_kv = ((b_page.to(tl.int64) * PAGE + b_off) * H + i_h) * D
-                # [BN, D]
-                b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-                b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-                in_part = i_t < own_parts
-                b_acc, b_max, b_sum, b_one, b_least = _tile(
-                    b_q, b_k, b_v, m_n, tl.cdiv(last - first, UNIT), b_acc, b_max, b_sum,
-                    scale_log2, logit_cap, BG, UNIT, BN, HAS_CAP,
-                )  # fmt: skip
-                o_o = (base + tl.where(in_part, i_s, item)) * G + o_g
-                m_o = m_g & (i_t + 1 >= own_parts)
-                b_some = tl.where(b_sum > 0, b_sum, 1.0)
-                b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
-                b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
-                tl.store(lse + o_o, tl.where(in_part, b_lse, b_one), mask=m_o)
-                tl.store(least + o_o, tl.where(in_part, float("inf"), b_least), mask=m_o)
-                tl.store(running + o_o, b_lse, mask=m_o)
-                b_o = b_acc / b_some[:, None]
-                tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_o[:, None])
-            t = until
-            going = True
-            while going:
-                p_words = (base + seen + o_w)[:, None] * G + o_s[None, :]
-                m_words = ((seen + o_w) < items)[:, None] & (o_s < G)[None, :]
-                b_l = tl.load(lse + p_words, mask=m_words, other=0.0, volatile=True)
-                b_m = tl.load(least + p_words, mask=m_words, other=0.0, volatile=True)
-                before = seen
-                seen, b_top, b_mass, b_low = _advance(
-                    b_l, b_m, o_w, seen, items, parts, b_top, b_mass, b_low, BW
-                )
-                going = seen == before + BW
-            part = _missing(
-                b_top, b_mass, b_low, seen - parts, units, listed, forced, p_rest, steps, o_s,
-                G, STEP, UPPER, MEAN,
-            )  # fmt: skip
-            t = tl.where((seen > parts) & (part <= slack), own_tiles, t)
-
-
-@triton.jit
-def progressive_merge_kernel(
-    seq_lens,
-    tail_start,
-    k_units,
-    list_rows,
-    ranked,
-    reached,
-    rest_bounds,
-    partial,
-    running,
-    lse,
-    least,
-    out,
-    counters,
-    capacity,
-    pieces,
-    steps,
-    sink,
-    recent,
-    slack,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BS: tl.constexpr,
-    BI: tl.constexpr,
-    BP: tl.constexpr,
-    D: tl.constexpr,
-    UNIT: tl.constexpr,
-    BN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    UPPER: tl.constexpr,
-    MEAN: tl.constexpr,
-):
-    i_q = tl.program_id(0)
-    i_rh, i_g = i_q // G, i_q % G
-    STEP: tl.constexpr = BN // UNIT
-    i_l, _, _, _, _, _, parts, items, units, listed, forced = _work(
-        seq_lens, tail_start, k_units, list_rows, ranked, i_rh // H, i_rh % H, capacity, sink,
-        recent, H, UNIT, BN, SPLITS,
-    )  # fmt: skip
-    o_i, o_s, o_d, o_p = tl.arange(0, BI), tl.arange(0, BS), tl.arange(0, D), tl.arange(0, BP)
-    base = i_rh.to(tl.int64) * pieces
-    p_rest = rest_bounds
-    if UPPER:
-        p_rest += i_rh.to(tl.int64) * (G * steps)
-    p_words = (base + o_i)[:, None] * G + o_s[None, :]
-    m_words = (o_i < items)[:, None] & (o_s < G)[None, :]
-    # [BI, BS]
-    b_l = tl.load(lse + p_words, mask=m_words, other=0.0)
-    b_m = tl.load(least + p_words, mask=m_words, other=0.0)
-    complete = tl.min(tl.where((_absent(b_l, b_m) != 0) | (o_i >= items), o_i, BI))
-    b_m = tl.where((o_i >= parts)[:, None], b_m, float("inf"))
-    # The share only grows, so that its first sufficient look is found by halving.
-    low, stop = parts, items
-    while stop - low > 1:
-        middle = (low + stop) >> 1
-        b_in = (o_i < middle)[:, None]
-        b_some = tl.where(b_in, b_l, float("-inf"))
-        b_top = tl.max(b_some, 0)
-        b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_sum = tl.sum(tl.exp2(b_some - b_shift[None, :]), 0)
-        b_low = tl.min(tl.where(b_in, b_m, float("inf")), 0)
-        part = _missing(
-            b_top, b_sum, b_low, middle - parts, units, listed, forced, p_rest, steps, o_s,
+            going = seen == before + BW
+        part = missing(
+            b_top, b_mass, b_low, seen - parts, units, listed, forced, p_rest, steps, o_s,
             G, STEP, UPPER, MEAN,
         )  # fmt: skip
-        enough = (middle > complete) | (part <= slack)
-        stop = tl.where(enough, middle, stop)
-        low = tl.where(enough, low, middle)
-
-    if i_g == 0:
-        got = tl.minimum(forced + (stop - parts) * STEP, listed)
-        tl.store(reached + i_l, got)
-        if counters is not None:
-            b_in = (o_i < stop)[:, None]
-            b_some = tl.where(b_in, b_l, float("-inf"))
-            b_top = tl.max(b_some, 0)
-            b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
-            b_sum = tl.sum(tl.exp2(b_some - b_shift[None, :]), 0)
-            b_low = tl.min(tl.where(b_in, b_m, float("inf")), 0)
-            part = _missing(
-                b_top, b_sum, b_low, stop - parts, units, listed, forced, p_rest, steps, o_s,
-                G, STEP, UPPER, MEAN,
-            )  # fmt: skip
-            part = tl.where(got < units, part, 0.0)
-            reached_ppm = ((1.0 - part) * 1000000.0 + 0.5).to(tl.int64)
-            if listed > 0:
-                tl.atomic_add(counters + 0, tl.full((), 1, tl.int64))
-                tl.atomic_add(counters + 1, got.to(tl.int64))
-                tl.atomic_add(counters + 2, units.to(tl.int64))
-                tl.atomic_add(counters + 3, reached_ppm)
-                tl.atomic_add(counters + 4, ((part > slack) & (got < units)).to(tl.int64))
-
-    # Each split's running result after its last piece of work before the stop.
-    m_p = (o_p < SPLITS) & (o_p < stop)
-    o_a = (base + o_p + (stop - 1 - o_p) // SPLITS * SPLITS) * G + i_g
-    # [BP]
-    b_run = tl.load(running + o_a, mask=m_p, other=float("-inf"))
-    b_w = tl.exp2(b_run - tl.max(b_run, 0))
-    # [BP, D]
-    b_o = tl.load(partial + o_a[:, None] * D + o_d[None, :], mask=m_p[:, None], other=0.0)
-    b_out = tl.sum(b_o * b_w[:, None], 0) / tl.sum(b_w, 0)
-    tl.store(out + i_q.to(tl.int64) * D + o_d, cast(b_out, out.dtype.element_ty))
+        t = tl.where((seen > parts) & (part <= slack), own_tiles, t)
 
 
 def progressive_decode_attention_triton(
@@ -562,7 +322,6 @@ def progressive_decode_attention_triton(
         HAS_CAP=logit_cap > 0,
         STAGES=STAGES,
         CHUNK=CHUNK,
-        EARLY=EARLY,
         num_warps=WARPS,
         **common,
     )
