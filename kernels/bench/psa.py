@@ -39,7 +39,6 @@ from sglang_sparse_kernels import (
     select_topk,
     update_planes,
 )
-from sglang_sparse_kernels.progressive import kernel as progressive_kernel
 from sglang_sparse_kernels.progressive import types as progressive_types
 
 UNIT = 32
@@ -48,16 +47,8 @@ EPSILON = 0.95
 PARTS = (0.02, 0.05, 0.10)
 LONG, SHORT = 0.10, 0.01
 REPEATS = 10
-# (programs a multiprocessor, programs for each that is resident, warps, microbatch)
-SWEEP = (
-    (2, 2, 4, 128),
-    (2, 1, 4, 128),
-    (2, 4, 4, 128),
-    (1, 2, 8, 128),
-    (3, 2, 4, 64),
-    (3, 1, 4, 64),
-    (4, 2, 4, 32),
-)
+# (programs a multiprocessor, programs for each that is resident, microbatch)
+SWEEP = ((2, 2, 128), (2, 1, 128), (2, 4, 128), (3, 2, 64))
 
 
 @dataclass(frozen=True)
@@ -302,14 +293,16 @@ def measure(
 
 
 def sweep(replays: int) -> list[dict[str, Any]]:
-    """Launch heuristics of the attention, at one request and at sixteen."""
+    """Launch heuristics of the attention, at one request, at sixteen, and one long among short."""
     rows = []
-    for context, batch in ((131_072, 1), (32_768, 16)):
-        for ctas, over, warps, microbatch in SWEEP:
+    for context, parts in (
+        (131_072, [0.02]),
+        (131_072, [0.05] * 16),
+        (32_768, [LONG] + [SHORT] * 15),
+    ):
+        for ctas, over, microbatch in SWEEP:
             progressive_types.CTAS_PER_SM, progressive_types.OVERSUBSCRIPTION = ctas, over
-            progressive_kernel.WARPS = warps
-            name = f"{ctas} programs a multiprocessor, {over} times, {warps} warps"
-            parts = [0.05] * batch
+            name = f"{ctas} programs a multiprocessor, {over} times"
             rows.append(
                 measure(context, parts, name, dense=False, replays=replays, microbatch=microbatch)
             )

@@ -146,6 +146,7 @@ class SparseAttentionBackend(AttentionBackend):
             self.config,
             limits.capacity_units,
             query_heads=query_heads,
+            kv_heads=pool.head_num,
             head_dim=pool.head_dim,
         )
         if rows is not None:

@@ -34,6 +34,7 @@ def most_rows(
     capacity_units: int,
     *,
     query_heads: int,
+    kv_heads: int,
     head_dim: int,
 ) -> int | None:
     """Rows that one pass can attend to progressively; None for a budget that is not `mass`."""
@@ -41,7 +42,7 @@ def most_rows(
     if not isinstance(budget, MassBudget):
         return None
     items = num_items(capacity_units, config.unit, budget.microbatch)
-    row = progressive_row_bytes(query_heads, head_dim, items)
+    row = progressive_row_bytes(query_heads, kv_heads, head_dim, items)
     return max(1, _WORKSPACE_BYTES // row)
 
 

@@ -3,14 +3,14 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton implementation of attention that stops when enough of the mass is reached.
 
-The pieces of work of a row and KV head, its prologue's parts and then the microbatches in the order
-of the ranking, are dealt out in turn to its programs (splits). After each microbatch a program
-leaves behind what that one came to and where its own running result stands, and reads what the
-others have left by then, without waiting: once the complete beginning of the ranking has reached
-the share, it ends. What others have not written yet only makes it go on, so nothing depends on
-their order. A second launch finds the exact stop from the complete numbers, and merges the running
-results that lie before it; microbatches after it are left out. So the result does not depend on
-timing.
+What a row and KV head attends to in any case, its prologue, is cut into a part for each of the
+programs that run at once. Then programs take microbatches in the order of the ranking, each the
+next that nobody has taken, and leave behind what each came to. While a program works on one, it
+reads what is there by then, without waiting: once the complete beginning of the ranking has reached
+the share, it ends, and no more are taken. What others have not written yet only makes it go on, so
+nothing depends on their order; programs that start late find nothing to take, or help a long row. A
+second launch finds the exact stop from the complete numbers and merges what lies before it;
+microbatches that were taken too many are left out. So the result does not depend on timing.
 """
 
 import torch
@@ -21,12 +21,11 @@ from ..common import group_size, next_power_of_2
 from ..plan import DecodePlan
 from ..triton_ops import cast, dot
 from .merge_kernel import absent, missing, progressive_merge_kernel, work
-from .types import ProgressiveWorkspace, num_splits
+from .types import ProgressiveWorkspace, num_programs
 
 WARPS = 4
 STAGES = 2
-# Microbatches between two looks of a program: one in so many that it has done, one at least.
-CHUNK = 4
+MERGE_TILE = 32
 # A program ends at a share a little above the one that is asked for, so that the exact stop, found
 # with other roundings, never lies after it.
 CAUTION = 1 - 2.0**-7
@@ -46,17 +45,6 @@ def _advance(b_l, b_m, o_w, seen, items, parts, b_top, b_sum, b_low, BW: tl.cons
 
 
 @triton.jit
-def _range(t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue, total,
-           BN: tl.constexpr, SPLITS: tl.constexpr):  # fmt: skip
-    """(first token, end, piece of work if not of the prologue) of a program's t-th tile."""
-    item = first_item + (t - own_parts) * SPLITS
-    in_part = t < own_parts
-    first = tl.where(in_part, part_first + t * BN, prologue + (item - parts) * BN)
-    last = tl.minimum(first + BN, tl.where(in_part, part_last, total))
-    return first, tl.where(t < own_tiles, last, first), item
-
-
-@triton.jit
 def _slots(p_list, p_table, first, last, tail, tail_tokens,
            PAGE: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """(physical page, place in it, whether there is one) of a tile's tokens, [BN]."""
@@ -71,25 +59,9 @@ def _slots(p_list, p_table, first, last, tail, tail_tokens,
 
 
 @triton.jit
-def _tile(
-    b_q,
-    b_k,
-    b_v,
-    m_n,
-    n_blocks,
-    b_acc,
-    b_max,
-    b_sum,
-    scale_log2,
-    logit_cap,
-    BG: tl.constexpr,
-    UNIT: tl.constexpr,
-    BN: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-):
-    """One tile into the running softmax; also log2 of its mass and of its smallest block's."""
-    STEP: tl.constexpr = BN // UNIT
-    # [BG, BN]
+def _logits(b_q, b_k, m_n, scale_log2, logit_cap,
+            BG: tl.constexpr, BN: tl.constexpr, HAS_CAP: tl.constexpr):  # fmt: skip
+    """Logits of a tile, [BG, BN], for exp2; -inf where there is no token."""
     b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
     if HAS_CAP:
         b_s = scale_log2 * b_s / logit_cap
@@ -97,24 +69,19 @@ def _tile(
         b_s *= 1.4426950408889634
     else:
         b_s *= scale_log2
-    b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1))
-    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp2(b_s - b_shift[:, None])
-    b_alpha = tl.exp2(b_max - b_shift)
-    b_mass = tl.sum(b_p, 1)
-    b_sum = b_sum * b_alpha + b_mass
-    b_lse = tl.where(b_mass > 0, tl.log2(b_mass) + b_shift, float("-inf"))
-    b_lse = tl.where(b_mass == b_mass, b_lse, b_mass)
-    # [BG, STEP]
-    b_block = b_p
-    if UNIT > 1:
-        b_block = tl.sum(tl.reshape(b_p, (BG, STEP, UNIT)), 2)
-    b_block = tl.where(b_block > 0, tl.log2(b_block), float("-inf")) + b_shift[:, None]
-    o_b = tl.arange(0, STEP)
-    b_low = tl.min(tl.where((o_b < n_blocks)[None, :], b_block, float("inf")), 1)
-    b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
-    return b_acc, b_new, b_sum, b_lse, b_low
+    return tl.where(m_n[None, :], b_s, float("-inf"))
+
+
+@triton.jit
+def _leave(partial, lse, o_o, m_g, b_acc, b_max, b_sum, D: tl.constexpr):
+    """Write what a piece came to; NaN stays NaN, so that nobody counts on it."""
+    b_some = tl.where(b_sum > 0, b_sum, 1.0)
+    b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
+    b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
+    o_d = tl.arange(0, D)
+    b_o = b_acc / b_some[:, None]
+    tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_g[:, None])
+    tl.store(lse + o_o, b_lse, mask=m_g)
 
 
 @triton.jit
@@ -131,9 +98,9 @@ def progressive_attend_kernel(
     ranked,
     rest_bounds,
     partial,
-    running,
     lse,
     least,
+    tickets,
     stride_q,
     stride_table,
     capacity,
@@ -158,7 +125,6 @@ def progressive_attend_kernel(
     UPPER: tl.constexpr,
     MEAN: tl.constexpr,
     STAGES: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     i_rh, i_s = tl.program_id(0), tl.program_id(1)
     i_r, i_h = i_rh // H, i_rh % H
@@ -167,12 +133,6 @@ def progressive_attend_kernel(
         seq_lens, tail_start, k_units, list_rows, ranked, i_r, i_h, capacity, sink, recent,
         H, UNIT, BN, SPLITS,
     )  # fmt: skip
-    part_first = i_s * share
-    part_last = tl.minimum(part_first + share, prologue)
-    own_parts = tl.maximum(tl.cdiv(part_last - part_first, BN), 0)
-    first_item = tl.where(i_s < parts, i_s + SPLITS, i_s)
-    own_tiles = own_parts + tl.maximum(tl.cdiv(items - first_item, SPLITS), 0)
-
     o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
     o_w, o_s = tl.arange(0, BW), tl.arange(0, BS)
     m_g = o_g < G
@@ -186,62 +146,88 @@ def progressive_attend_kernel(
     if UPPER:
         p_rest += i_rh.to(tl.int64) * (G * steps)
 
-    b_acc = tl.zeros((BG, D), tl.float32)
-    b_max = tl.full((BG,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BG,), tl.float32)
-    # What the complete beginning of the ranking has come to, as far as this program has seen it.
-    seen = tl.zeros((), tl.int32)
-    b_top = tl.full((BS,), float("-inf"), tl.float32)
-    b_mass = tl.zeros((BS,), tl.float32)
-    b_low = tl.full((BS,), float("inf"), tl.float32)
-    t = tl.zeros((), tl.int32)
-    while t < own_tiles:
-        until = tl.maximum(tl.maximum(t, own_parts) + 1, t + (t - own_parts) // CHUNK)
-        until = tl.minimum(until, own_tiles)
-        for i_t in tl.range(t, until, num_stages=STAGES):
-            first, last, item = _range(
-                i_t, own_tiles, own_parts, part_first, part_last, first_item, parts, prologue,
-                total, BN, SPLITS,
-            )  # fmt: skip
+    if i_s < parts:
+        part_last = tl.minimum((i_s + 1) * share, prologue)
+        b_acc = tl.zeros((BG, D), tl.float32)
+        b_max = tl.full((BG,), float("-inf"), tl.float32)
+        b_sum = tl.zeros((BG,), tl.float32)
+        for first in tl.range(i_s * share, part_last, BN, num_stages=STAGES):
             b_page, b_off, m_n = _slots(
-                p_list, p_table, first, last, tail, tail_tokens, PAGE, UNIT, BN
+                p_list, p_table, first, part_last, tail, tail_tokens, PAGE, UNIT, BN
             )
             o_kv = ((b_page.to(tl.int64) * PAGE + b_off) * H + i_h) * D
             # [BN, D]
             b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
             b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-            in_part = i_t < own_parts
-            b_acc, b_max, b_sum, b_one, b_least = _tile(
-                b_q, b_k, b_v, m_n, tl.cdiv(last - first, UNIT), b_acc, b_max, b_sum,
-                scale_log2, logit_cap, BG, UNIT, BN, HAS_CAP,
-            )  # fmt: skip
-            o_o = (base + tl.where(in_part, i_s, item)) * G + o_g
-            m_o = m_g & (i_t + 1 >= own_parts)
-            b_some = tl.where(b_sum > 0, b_sum, 1.0)
-            b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
-            b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
-            tl.store(lse + o_o, tl.where(in_part, b_lse, b_one), mask=m_o)
-            tl.store(least + o_o, tl.where(in_part, float("inf"), b_least), mask=m_o)
-            tl.store(running + o_o, b_lse, mask=m_o)
-            b_o = b_acc / b_some[:, None]
-            tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_o[:, None])
-        t = until
-        going = True
-        while going:
-            p_words = (base + seen + o_w)[:, None] * G + o_s[None, :]
-            m_words = ((seen + o_w) < items)[:, None] & (o_s < G)[None, :]
-            b_l = tl.load(lse + p_words, mask=m_words, other=0.0, volatile=True)
-            b_m = tl.load(least + p_words, mask=m_words, other=0.0, volatile=True)
-            before = seen
-            seen, b_top, b_mass, b_low = _advance(
-                b_l, b_m, o_w, seen, items, parts, b_top, b_mass, b_low, BW
-            )
-            going = seen == before + BW
+            b_s = _logits(b_q, b_k, m_n, scale_log2, logit_cap, BG, BN, HAS_CAP)
+            b_new = tl.maximum(b_max, tl.max(b_s, 1))
+            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+            b_p = tl.exp2(b_s - b_shift[:, None])
+            b_alpha = tl.exp2(b_max - b_shift)
+            b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
+            b_max = b_new
+            b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
+        o_o = (base + i_s) * G + o_g
+        _leave(partial, lse, o_o, m_g, b_acc, b_max, b_sum, D)
+        tl.store(least + o_o, tl.full((BG,), float("inf"), tl.float32), mask=m_g)
+
+    # What the complete beginning of the ranking has come to, as far as this program has seen it.
+    seen = tl.zeros((), tl.int32)
+    b_top = tl.full((BS,), float("-inf"), tl.float32)
+    b_mass = tl.zeros((BS,), tl.float32)
+    b_low = tl.full((BS,), float("inf"), tl.float32)
+    item = parts + tl.atomic_add(tickets + i_rh, 1, sem="relaxed")
+    first = prologue + (item - parts) * BN
+    b_page, b_off, m_n = _slots(
+        p_list, p_table, first, tl.where(item < items, total, first), tail, tail_tokens, PAGE, UNIT,
+        BN,
+    )  # fmt: skip
+    while item < items:
+        o_kv = ((b_page.to(tl.int64) * PAGE + b_off) * H + i_h) * D
+        # [BN, D]
+        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        # Volatile, so that each look sees what others wrote since the last one.
+        p_words = (base + seen + o_w)[:, None] * G + o_s[None, :]
+        m_words = ((seen + o_w) < items)[:, None] & (o_s < G)[None, :]
+        b_l = tl.load(lse + p_words, mask=m_words, other=0.0, volatile=True)
+        b_m = tl.load(least + p_words, mask=m_words, other=0.0, volatile=True)
+        # The next one's slots are on their way while this one is attended to.
+        following = parts + tl.atomic_add(tickets + i_rh, 1, sem="relaxed")
+        n_blocks = tl.cdiv(tl.minimum(total - first, BN), UNIT)
+        m_this = m_n
+        first = prologue + (following - parts) * BN
+        b_page, b_off, m_n = _slots(
+            p_list, p_table, first, tl.where(following < items, total, first), tail, tail_tokens,
+            PAGE, UNIT, BN,
+        )  # fmt: skip
+        b_s = _logits(b_q, b_k, m_this, scale_log2, logit_cap, BG, BN, HAS_CAP)
+        b_max = tl.max(b_s, 1)
+        b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_sum = tl.sum(b_p, 1)
+        # [BG, STEP]
+        b_block = b_p
+        if UNIT > 1:
+            b_block = tl.sum(tl.reshape(b_p, (BG, STEP, UNIT)), 2)
+        b_block = tl.where(b_block > 0, tl.log2(b_block), float("-inf")) + b_shift[:, None]
+        o_b = tl.arange(0, STEP)
+        b_least = tl.min(tl.where((o_b < n_blocks)[None, :], b_block, float("inf")), 1)
+        b_acc = dot(cast(b_p, b_v.dtype), b_v, tl.zeros((BG, D), tl.float32))
+        o_o = (base + item) * G + o_g
+        _leave(partial, lse, o_o, m_g, b_acc, b_max, b_sum, D)
+        tl.store(least + o_o, b_least, mask=m_g)
+        seen, b_top, b_mass, b_low = _advance(
+            b_l, b_m, o_w, seen, items, parts, b_top, b_mass, b_low, BW
+        )
         part = missing(
             b_top, b_mass, b_low, seen - parts, units, listed, forced, p_rest, steps, o_s,
             G, STEP, UPPER, MEAN,
         )  # fmt: skip
-        t = tl.where((seen > parts) & (part <= slack), own_tiles, t)
+        enough = (seen > parts) & (part <= slack)
+        if enough:
+            tl.atomic_add(tickets + i_rh, 1 << 20, sem="relaxed")
+        item = tl.where(enough, items, following)
 
 
 def progressive_decode_attention_triton(
@@ -273,7 +259,7 @@ def progressive_decode_attention_triton(
     group = group_size(query_heads, heads)
     capacity, pieces = indices.shape[2], workspace.lse.shape[2]
     microbatches = -(-capacity * unit // microbatch)
-    splits = num_splits(rows, heads, q.device)
+    programs, resident = num_programs(rows, heads, q.device)
     steps = 0 if rest_bounds is None else rest_bounds.shape[3]
     # At 1 nothing may be left out, however small it looks.
     slack = 1.0 - epsilon if epsilon < 1 else -1.0
@@ -284,11 +270,11 @@ def progressive_decode_attention_triton(
         "D": dim,
         "UNIT": unit,
         "BN": microbatch,
-        "SPLITS": splits,
+        "SPLITS": resident,
         "UPPER": rest_bounds is not None,
         "MEAN": share == "mean",
     }
-    progressive_attend_kernel[(rows * heads, splits)](
+    progressive_attend_kernel[(rows * heads, programs)](
         q,
         k_buffer,
         v_buffer,
@@ -301,9 +287,9 @@ def progressive_decode_attention_triton(
         ranked,
         rest_bounds,
         workspace.partial,
-        workspace.running,
         workspace.lse,
         workspace.least,
+        workspace.tickets,
         q.stride(0),
         plan.page_table.stride(0),
         capacity,
@@ -317,11 +303,10 @@ def progressive_decode_attention_triton(
         BG=max(16, next_power_of_2(group)),
         # Each word is read by one thread: threads that read the same word may see it at different
         # times, and would part ways.
-        BW=max(32 * WARPS // next_power_of_2(group), next_power_of_2(2 * splits)),
+        BW=max(32 * WARPS // next_power_of_2(group), next_power_of_2(2 * resident)),
         PAGE=page_size,
         HAS_CAP=logit_cap > 0,
         STAGES=STAGES,
-        CHUNK=CHUNK,
         num_warps=WARPS,
         **common,
     )
@@ -334,7 +319,6 @@ def progressive_decode_attention_triton(
         reached,
         rest_bounds,
         workspace.partial,
-        workspace.running,
         workspace.lse,
         workspace.least,
         out,
@@ -345,8 +329,8 @@ def progressive_decode_attention_triton(
         sink,
         recent,
         slack,
-        BI=next_power_of_2(splits + microbatches),
-        BP=next_power_of_2(splits),
+        BI=next_power_of_2(resident + microbatches),
+        BM=MERGE_TILE,
         num_warps=4,
         **common,
     )

@@ -101,7 +101,6 @@ def progressive_merge_kernel(
     reached,
     rest_bounds,
     partial,
-    running,
     lse,
     least,
     out,
@@ -116,7 +115,7 @@ def progressive_merge_kernel(
     G: tl.constexpr,
     BS: tl.constexpr,
     BI: tl.constexpr,
-    BP: tl.constexpr,
+    BM: tl.constexpr,
     D: tl.constexpr,
     UNIT: tl.constexpr,
     BN: tl.constexpr,
@@ -131,7 +130,7 @@ def progressive_merge_kernel(
         seq_lens, tail_start, k_units, list_rows, ranked, i_rh // H, i_rh % H, capacity, sink,
         recent, H, UNIT, BN, SPLITS,
     )  # fmt: skip
-    o_i, o_s, o_d, o_p = tl.arange(0, BI), tl.arange(0, BS), tl.arange(0, D), tl.arange(0, BP)
+    o_i, o_s, o_d, o_m = tl.arange(0, BI), tl.arange(0, BS), tl.arange(0, D), tl.arange(0, BM)
     base = i_rh.to(tl.int64) * pieces
     p_rest = rest_bounds
     if UPPER:
@@ -184,13 +183,17 @@ def progressive_merge_kernel(
                 tl.atomic_add(counters + 3, reached_ppm)
                 tl.atomic_add(counters + 4, ((part > slack) & (got < units)).to(tl.int64))
 
-    # Each split's running result after its last piece of work before the stop.
-    m_p = (o_p < SPLITS) & (o_p < stop)
-    o_a = (base + o_p + (stop - 1 - o_p) // SPLITS * SPLITS) * G + i_g
-    # [BP]
-    b_run = tl.load(running + o_a, mask=m_p, other=float("-inf"))
-    b_w = tl.exp2(b_run - tl.max(b_run, 0))
-    # [BP, D]
-    b_o = tl.load(partial + o_a[:, None] * D + o_d[None, :], mask=m_p[:, None], other=0.0)
-    b_out = tl.sum(b_o * b_w[:, None], 0) / tl.sum(b_w, 0)
-    tl.store(out + i_q.to(tl.int64) * D + o_d, cast(b_out, out.dtype.element_ty))
+    p_l = lse + base * G + i_g
+    b_all = tl.load(p_l + o_i * G, mask=o_i < stop, other=float("-inf"))
+    top = tl.max(b_all, 0)
+    total = tl.sum(tl.exp2(b_all - top), 0)
+    b_out = tl.zeros((D,), tl.float32)
+    for i_m in tl.range(0, stop, BM):
+        m_m = i_m + o_m < stop
+        # [BM]
+        b_w = tl.exp2(tl.load(p_l + (i_m + o_m) * G, mask=m_m, other=float("-inf")) - top)
+        # [BM, D]
+        p_o = partial + ((base + i_m + o_m) * G + i_g)[:, None] * D + o_d[None, :]
+        b_o = tl.load(p_o, mask=m_m[:, None], other=0.0)
+        b_out += tl.sum(b_o * b_w[:, None], 0)
+    tl.store(out + i_q.to(tl.int64) * D + o_d, cast(b_out / total, out.dtype.element_ty))

@@ -80,6 +80,7 @@ def rank_units_kernel(
     out_counts,
     lse,
     least,
+    tickets,
     width,
     capacity,
     words,
@@ -93,6 +94,7 @@ def rank_units_kernel(
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     o_c = tl.arange(0, BC)
     # Every step starts with a workspace in which no piece of work is done, whoever reselects.
+    tl.store(tickets + i_rh, 0)
     b_nan = tl.full((BC,), float("nan"), tl.float32)
     for i_w in tl.range(0, words, BC):
         m_w = i_w + o_c < words
@@ -290,6 +292,7 @@ def rank_units_triton(
         out_counts,
         workspace.lse,
         workspace.least,
+        workspace.tickets,
         width,
         capacity,
         workspace.lse.shape[2] * workspace.lse.shape[3],

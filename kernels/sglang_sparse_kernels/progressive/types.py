@@ -19,16 +19,16 @@ attended to, units there were, the estimated share, and lists that ended before 
 reached."""
 
 CTAS_PER_SM = 2
+# Programs that start when others are done find their row finished, or help a long one.
+OVERSUBSCRIPTION = 2
 MAX_SPLITS = 64
 
 
-def num_splits(rows: int, num_kv_heads: int, device: torch.device) -> int:
-    """Programs of a row and KV head; fixed by the shapes.
-
-    All of them run at once: a program that starts late holds up what the others may know.
-    """
-    fill = programs_to_fill(device, CTAS_PER_SM) // (rows * num_kv_heads)
-    return max(1, min(fill, MAX_SPLITS))
+def num_programs(rows: int, num_kv_heads: int, device: torch.device) -> tuple[int, int]:
+    """(programs of a row and KV head, those that run at once); fixed by the shapes."""
+    resident = programs_to_fill(device, CTAS_PER_SM) // (rows * num_kv_heads)
+    resident = max(1, min(resident, MAX_SPLITS))
+    return min(resident * OVERSUBSCRIPTION, MAX_SPLITS), resident
 
 
 def num_items(capacity_units: int, unit: int, microbatch: int) -> int:
@@ -41,16 +41,16 @@ class ProgressiveWorkspace:
     """Fixed-capacity scratch, R rows, H KV heads, G query heads each, I pieces of work.
 
     Attributes:
-        partial: float32 [R, H, I, G, D], attention over a piece and its program's pieces before it.
-        running: float32 [R, H, I, G], log2 of their sum of exponentials.
-        lse: float32 [R, H, I, G], log2 of the piece's own; NaN until it is there.
+        partial: float32 [R, H, I, G, D], attention over one piece.
+        lse: float32 [R, H, I, G], its log2 of the sum of exponentials; NaN until it is there.
         least: float32 [R, H, I, G], log2 of its smallest block mass; NaN until it is there.
+        tickets: int32 [R, H], the next microbatch that nobody has taken.
     """
 
     partial: torch.Tensor
-    running: torch.Tensor
     lse: torch.Tensor
     least: torch.Tensor
+    tickets: torch.Tensor
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -67,9 +67,9 @@ class ProgressiveWorkspace:
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
-def progressive_row_bytes(num_heads: int, head_dim: int, items: int) -> int:
+def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, items: int) -> int:
     """Bytes of one row of :func:`make_progressive_workspace`."""
-    return 4 * items * num_heads * (head_dim + 3)
+    return 4 * (items * num_heads * (head_dim + 2) + num_kv_heads)
 
 
 def make_progressive_workspace(
@@ -97,7 +97,7 @@ def make_progressive_workspace(
 
     return ProgressiveWorkspace(
         partial=zeros(*shape, head_dim),
-        running=zeros(*shape),
         lse=zeros(*shape),
         least=zeros(*shape),
+        tickets=torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device),
     )

@@ -102,8 +102,9 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
     heads = batch.heads * batch.group
     items = num_items(batch.capacity, batch.unit, ask.microbatch)
     workspace = make_progressive_workspace(rows + 1, heads, batch.heads, batch.dim, items, DEVICE)
-    for tensor in (workspace.partial, workspace.running, workspace.lse, workspace.least):
+    for tensor in (workspace.partial, workspace.lse, workspace.least):
         tensor.fill_(77.0)  # of the step before
+    workspace.tickets.fill_(5)
     always = {"unit": batch.unit, "sink": SINK, "recent": RECENT}
     scores = scores.to(work)
     select_topk(  # its own tests hold its kernel to this
@@ -328,13 +329,13 @@ def test_a_share_of_one_equals_dense(impl: str, kind: str, upper: bool) -> None:
     assert_within_budget(got["out"], exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize("splits", [2, 7])
+@pytest.mark.parametrize(("programs", "resident"), [(2, 2), (7, 3)])
 def test_any_number_of_programs_gives_the_same_result(
-    splits: int, monkeypatch: pytest.MonkeyPatch
+    programs: int, resident: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from sglang_sparse_kernels.progressive import kernel
 
-    monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
+    monkeypatch.setattr(kernel, "num_programs", lambda *_: (programs, resident))
     batch = make_batch(([333, 90], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 32)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
