@@ -12,7 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ from sglang_sparse_kernels import (
     select_topk,
     update_planes,
 )
-from sglang_sparse_kernels.progressive import kernel as progressive_kernel
 from sglang_sparse_kernels.progressive import types as progressive_types
 
 UNIT = 32
@@ -48,16 +47,19 @@ EPSILON = 0.95
 PARTS = (0.02, 0.05, 0.10)
 LONG, SHORT = 0.10, 0.01
 REPEATS = 10
-# (programs a multiprocessor, programs for each that is resident, warps, microbatch)
-SWEEP = (
-    (2, 2, 4, 128),
-    (2, 1, 4, 128),
-    (2, 4, 4, 128),
-    (1, 2, 8, 128),
-    (3, 2, 4, 64),
-    (3, 1, 4, 64),
-    (4, 2, 4, 32),
-)
+# (programs a multiprocessor, programs for each that is resident, microbatch)
+SWEEP = ((2, 2, 128), (2, 1, 128), (2, 4, 128), (3, 2, 64))
+
+
+@dataclass(frozen=True)
+class MassLayer(LayerData):
+    """One layer's data, its scores, and what is ranked and reached by them."""
+
+    scores: torch.Tensor
+    picked: torch.Tensor
+    indices: torch.Tensor
+    ranked: torch.Tensor
+    reached: torch.Tensor
 
 
 class MassCase:
@@ -87,13 +89,8 @@ class MassCase:
         self.own_plan = replace(self.plan, list_rows=own)
         self.slots = slots.flatten(1)
         self.layers = [self._random_layer() for _ in range(layers)]
-        units, lists = -(-shape.context // UNIT), (rows + 1, shape.heads)
-        self.scores = torch.zeros((rows, shape.heads, -(-units // 16) * 16), device="cuda")
-        self.picked = torch.zeros((rows, shape.heads, CAP_UNITS), dtype=torch.int32, device="cuda")
+        units = -(-shape.context // UNIT)
         self.picked_counts = torch.zeros((rows, shape.heads), dtype=torch.int32, device="cuda")
-        self.indices = torch.zeros((*lists, CAP_UNITS), dtype=torch.int32, device="cuda")
-        self.ranked = torch.zeros(lists, dtype=torch.int32, device="cuda")
-        self.reached = torch.zeros(lists, dtype=torch.int32, device="cuda")
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
         self.topk = make_topk_workspace(rows, shape.heads, units, CAP_UNITS, "cuda")
         heads = shape.heads * shape.group
@@ -102,7 +99,7 @@ class MassCase:
         )
         self.fixed_workspace = make_workspace(rows, heads, shape.heads, shape.dim, "cuda")
 
-    def _random_layer(self) -> LayerData:
+    def _random_layer(self) -> MassLayer:
         s = self.shape
         k = torch.zeros((s.pages * s.page_size, s.heads, s.dim), dtype=s.dtype, device="cuda")
         k.normal_(std=0.3)
@@ -136,99 +133,115 @@ class MassCase:
             self.plan.page_table, torch.zeros_like(self.plan.seq_lens), self.plan.update_start,
             page_size=s.page_size, max_new_tokens=s.context, impl="triton",
         )  # fmt: skip
-        return LayerData(q=q, k=k, v=v, planes=planes, out=torch.empty_like(q))
+        units = -(-blocks // 16) * 16
 
-    def score(self, layer: LayerData) -> None:
+        def lists(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device="cuda")
+
+        return MassLayer(
+            q=q, k=k, v=v, planes=planes, out=torch.empty_like(q),
+            scores=torch.zeros((s.batch, s.heads, units), device="cuda"),
+            picked=lists(s.batch, s.heads, CAP_UNITS),
+            indices=lists(s.batch + 1, s.heads, CAP_UNITS),
+            ranked=lists(s.batch + 1, s.heads), reached=lists(s.batch + 1, s.heads),
+        )  # fmt: skip
+
+    def score(self, layer: MassLayer) -> None:
         """Score blocks by their cuboid-mean."""
         planes = layer.planes
         assert planes.page_mean_low is not None
         assert planes.page_mean_high is not None
         page_minmax_score(
             layer.q, planes.page_mean_low[0], planes.page_mean_high[0], self.plan, unit=UNIT,
-            page_size=self.shape.page_size, reduce="max", out=self.scores,
+            page_size=self.shape.page_size, reduce="max", out=layer.scores,
             block_max=self.topk.block_max, impl="triton",
         )  # fmt: skip
 
-    def pick(self) -> None:
+    def pick(self, layer: MassLayer) -> None:
         """Select as many blocks as may be ranked."""
         select_topk(
-            self.scores, self.own_plan, unit=UNIT, sink=SINK, recent=RECENT,
-            out_indices=self.picked, out_counts=self.picked_counts, workspace=self.topk,
+            layer.scores, self.own_plan, unit=UNIT, sink=SINK, recent=RECENT,
+            out_indices=layer.picked, out_counts=self.picked_counts, workspace=self.topk,
             has_block_max=True, impl="triton",
         )  # fmt: skip
 
-    def rank(self, impl: str = "triton") -> None:
+    def rank(self, layer: MassLayer, impl: str = "triton") -> None:
         """Rank what was picked, and clear the workspace."""
         rank_units(
-            self.scores, self.plan, self.picked, unit=UNIT, sink=SINK, recent=RECENT,
-            out_indices=self.indices, out_counts=self.ranked, workspace=self.workspace, impl=impl,
+            layer.scores, self.plan, layer.picked, unit=UNIT, sink=SINK, recent=RECENT,
+            out_indices=layer.indices, out_counts=layer.ranked, workspace=self.workspace, impl=impl,
         )  # fmt: skip
 
-    def attend(self, layer: LayerData, impl: str = "triton") -> None:
+    def attend(self, layer: MassLayer, impl: str = "triton") -> None:
         """Attend until the share is reached."""
         progressive_decode_attention(
-            layer.q, layer.k, layer.v, self.plan, self.indices, self.ranked, self.reached,
+            layer.q, layer.k, layer.v, self.plan, layer.indices, layer.ranked, layer.reached,
             unit=UNIT, page_size=self.shape.page_size, sink=SINK, recent=RECENT,
             microbatch=self.microbatch, epsilon=EPSILON, share="min",
             sm_scale=self.shape.dim**-0.5, out=layer.out, counters=self.counters,
             workspace=self.workspace, impl=impl,
         )  # fmt: skip
 
-    def rank_and_attend(self, layer: LayerData) -> None:
+    def rank_and_attend(self, layer: MassLayer) -> None:
         """What one layer runs after the scores are there and the blocks are picked."""
-        self.rank()
+        self.rank(layer)
         self.attend(layer)
 
-    def step(self, layer: LayerData) -> None:
+    def step(self, layer: MassLayer) -> None:
         """The whole attention step of a layer."""
         self.score(layer)
-        self.pick()
-        self.rank()
+        self.pick(layer)
+        self.rank(layer)
         self.attend(layer)
 
-    def fixed(self) -> tuple[Callable[[LayerData], None], Callable[[LayerData], None]]:
+    def fixed(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
         """Attention over the blocks that were reached, as a fixed budget: alone, and the step."""
-        most = int(self.reached[1:].max())
-        plan = replace(self.plan, k_units=self.reached[1:].amax(1).contiguous())
-        indices, counts = self.indices[..., :most].contiguous(), self.reached.clone()
+        most = max(int(layer.reached[1:].max()) for layer in self.layers)
         # The score kernel's block maxima, and room for fewer blocks.
         topk = replace(self.topk, blocks=self.topk.blocks[..., :most].contiguous())
 
-        def attend(layer: LayerData) -> None:
-            gathered_decode_attention(
-                layer.q, layer.k, layer.v, plan, indices, counts, unit=UNIT,
-                page_size=self.shape.page_size, sm_scale=self.shape.dim**-0.5, out=layer.out,
-                workspace=self.fixed_workspace, impl="triton",
-            )  # fmt: skip
+        def calls(layer: MassLayer) -> tuple[Callable[[], None], Callable[[], None]]:
+            plan = replace(self.plan, k_units=layer.reached[1:].amax(1).contiguous())
+            indices, counts = layer.indices[..., :most].contiguous(), layer.reached.clone()
 
-        def step(layer: LayerData) -> None:
-            self.score(layer)
-            select_topk(
-                self.scores, plan, unit=UNIT, sink=SINK, recent=RECENT, out_indices=indices,
-                out_counts=counts, workspace=topk, has_block_max=True, impl="triton",
-            )  # fmt: skip
-            attend(layer)
+            def attend() -> None:
+                gathered_decode_attention(
+                    layer.q, layer.k, layer.v, plan, indices, counts, unit=UNIT,
+                    page_size=self.shape.page_size, sm_scale=self.shape.dim**-0.5, out=layer.out,
+                    workspace=self.fixed_workspace, impl="triton",
+                )  # fmt: skip
 
-        return attend, step
+            def step() -> None:
+                self.score(layer)
+                select_topk(
+                    layer.scores, plan, unit=UNIT, sink=SINK, recent=RECENT, out_indices=indices,
+                    out_counts=counts, workspace=topk, has_block_max=True, impl="triton",
+                )  # fmt: skip
+                attend()
+
+            return attend, step
+
+        attends, steps = zip(*map(calls, self.layers), strict=True)
+        return list(attends), list(steps)
 
     def check(self) -> dict[str, float]:
         """Errors against the reference, from poisoned buffers; raises AssertionError if wrong."""
         layer = self.layers[-1]
         first: tuple[torch.Tensor, torch.Tensor] | None = None
         for _ in range(REPEATS):
-            self.indices.fill_(-1)
-            self.reached.fill_(-1)
+            layer.indices.fill_(-1)
+            layer.reached.fill_(-1)
             layer.out.fill_(float("nan"))
             self.step(layer)
-            got = layer.out.clone(), self.reached[1:].clone()
+            got = layer.out.clone(), layer.reached[1:].clone()
             assert first is None or all(map(torch.equal, got, first)), "runs differ"
             first = got
-        order = self.indices[1:].clone()
-        self.rank("torch")
-        assert torch.equal(order, self.indices[1:]), "rank_units"
+        order = layer.indices[1:].clone()
+        self.rank(layer, "torch")
+        assert torch.equal(order, layer.indices[1:]), "rank_units"
         self.attend(layer, "torch")
         assert first is not None
-        differ = (self.reached[1:] - first[1]).abs()
+        differ = (layer.reached[1:] - first[1]).abs()
         # A share within rounding of epsilon may stop one look earlier or later.
         assert int(differ.max()) <= self.microbatch // UNIT, "stops"
         error = float((first[0].float() - layer.out.float()).norm() / layer.out.float().norm())
@@ -253,21 +266,18 @@ def measure(
         "case": name, "context": context, "batch": len(parts), "microbatch": microbatch,
     }  # fmt: skip
     row |= case.check()
-    reached = case.reached[1:].float()
+    for layer in case.layers:
+        case.step(layer)
+    reached = torch.stack([layer.reached[1:] for layer in case.layers]).float()
     row["blocks"] = {
         "mean": float(reached.mean()), "least": float(reached.min()), "most": float(reached.max()),
         "of": -(-context // UNIT),
     }  # fmt: skip
-    for layer in case.layers:
-        case.step(layer)
-    case.step(case.layers[0])
-    rank = timed([case.rank] * 8, replays)
+    rank = timed([partial(case.rank, layer) for layer in case.layers], replays)
     both = timed([partial(case.rank_and_attend, layer) for layer in case.layers], replays)
     step = timed([partial(case.step, layer) for layer in case.layers], replays)
-    case.step(case.layers[0])
-    fixed_attend, fixed_step = case.fixed()
-    fixed = timed([partial(fixed_attend, layer) for layer in case.layers], replays)
-    fixed_whole = timed([partial(fixed_step, layer) for layer in case.layers], replays)
+    fixed_attends, fixed_steps = case.fixed()
+    fixed, fixed_whole = timed(fixed_attends, replays), timed(fixed_steps, replays)
     row["us"] = {
         "rank": rank, "attend": both - rank, "rank_and_attend": both, "step": step,
         "fixed_attend": fixed, "fixed_step": fixed_whole,
@@ -283,14 +293,16 @@ def measure(
 
 
 def sweep(replays: int) -> list[dict[str, Any]]:
-    """Launch heuristics of the attention, at one request and at sixteen."""
+    """Launch heuristics of the attention, at one request, at sixteen, and one long among short."""
     rows = []
-    for context, batch in ((131_072, 1), (32_768, 16)):
-        for ctas, over, warps, microbatch in SWEEP:
+    for context, parts in (
+        (131_072, [0.02]),
+        (131_072, [0.05] * 16),
+        (32_768, [LONG] + [SHORT] * 15),
+    ):
+        for ctas, over, microbatch in SWEEP:
             progressive_types.CTAS_PER_SM, progressive_types.OVERSUBSCRIPTION = ctas, over
-            progressive_kernel.WARPS = warps
-            name = f"{ctas} programs a multiprocessor, {over} times, {warps} warps"
-            parts = [0.05] * batch
+            name = f"{ctas} programs a multiprocessor, {over} times"
             rows.append(
                 measure(context, parts, name, dense=False, replays=replays, microbatch=microbatch)
             )

@@ -33,6 +33,7 @@ class Decoder:
         touched: ``[layers]``, the part of the KV that each layer attended to in the last replies:
             mean over KV heads, and over the steps of rows whose reply was not over.
         tokens: ``[layers]``, the same in tokens.
+        row_tokens: ``[layers, rows]``, in tokens, of each row on its own.
         shares: A list to fill with the true share of the attention that each sparse step of a
             layer reached, ``[rows, kv_heads]``, the smallest of a group; None for not at all.
     """
@@ -103,20 +104,24 @@ class Decoder:
         self.planes = [(low.clone(), high.clone()) for low, high in self._planes_of(policy)]
         over = tokens == end
         layers = self.model.config.layers
-        sums = torch.zeros(3, layers, dtype=torch.float64, device=self.device)
+        parts, sums = torch.zeros(
+            2, layers, len(tokens), dtype=torch.float64, device=self.device
+        ).unbind()
+        steps = torch.zeros(len(tokens), dtype=torch.float64, device=self.device)
         for _ in range(self.room - 1):
             if bool(over.all()):
                 break
             kept: list[Tensor] = []
             tokens = self._step(tokens, lengths, policy, cut, kept)
-            count = torch.stack(kept)[:, ~over].double()  # [layers, rows]
-            sums[0] += (count / (lengths + 1)[~over]).sum(1)
-            sums[1] += count.sum(1)
-            sums[2] += count.shape[1]
+            count = torch.stack(kept) * ~over  # [layers, rows]
+            parts += count / (lengths + 1)
+            sums += count
+            steps += ~over
             lengths = lengths + 1
             over |= tokens == end
             out.append(tokens)
-        self.touched, self.tokens = sums[0] / sums[2], sums[1] / sums[2]
+        self.touched, self.tokens = parts.sum(1) / steps.sum(), sums.sum(1) / steps.sum()
+        self.row_tokens = sums / steps.clamp_min(1)
         replies = []
         for row in torch.stack(out, dim=1).tolist():
             replies.append(row[: row.index(end)] if end in row else row)

@@ -3,8 +3,10 @@
 
 ``python -m sglang_sparse.reference.mass_study --out mass.json [--plots folder]``
 
-Both rank the same blocks by the same scores; all tasks are mixed. As in PSA, section 5.2: the
-smallest mean KV with which each keeps 98 % of the dense accuracy.
+Both rank the same blocks by the same scores; all tasks and lengths are mixed. As in PSA, section
+5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy. Cells that ``--out``
+holds already are not measured again, and ``--join`` adds those of other files, so that lengths may
+be measured side by side.
 """
 
 from __future__ import annotations
@@ -26,50 +28,82 @@ from sglang_sparse.tasks import TASKS, FileEncoder
 KEEP = 0.98
 BUDGETS = (96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 EPSILONS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+NO_CAP = 1 << 16
 # Much lower than these a share is reached by the sinks alone.
 WATCHED = (0.9, 0.95)
 
 
-def policies(
-    base: Policy, budgets: Sequence[int], epsilons: Sequence[float], length: int
-) -> dict[str, Policy]:
+def policies(base: Policy, budgets: Sequence[int], epsilons: Sequence[float]) -> dict[str, Policy]:
     """Dense, fixed budgets and shares of the mass (of the smallest head and the mean), by name."""
     named = {"dense": Policy()}
     for budget in budgets:
-        if budget < length:
-            named[f"fixed {budget}"] = replace(base, budget=budget)
-    whole = -(-2 * length // base.page) * base.page  # no cap
+        named[f"fixed {budget}"] = replace(base, budget=budget)
     for epsilon in epsilons:
-        mass = replace(base, budget=whole, epsilon=epsilon)
+        mass = replace(base, budget=NO_CAP, epsilon=epsilon)
         named[f"mass {epsilon} min"] = mass
         named[f"mass {epsilon} mean"] = replace(mass, share="mean")
     return named
 
 
 class MassStudy:
-    """Runs every policy on every task and finds what each kind needs.
+    """Runs every policy on every task and length, and finds what each kind needs.
 
     Attributes:
-        result: JSON-ready: a row a policy with accuracy by task, KV touched by task and layer.
+        result: JSON-ready: a row a policy, with a cell for each task and length.
     """
 
-    def __init__(self, study: Study, base: Policy) -> None:
-        self.study, self.base = study, base
+    def __init__(self, study: Study, base: Policy, out: Path) -> None:
+        """Go on from ``out`` if it is there.
+
+        Raises:
+            ValueError: ``out`` holds another study.
+        """
+        self.study, self.out = study, out
         self.result: dict[str, Any] = {
             "count": study.count, "seed": study.seed, "base": asdict(base), "rows": {},
         }  # fmt: skip
+        if out.exists():
+            self.join(json.loads(out.read_text()))
+
+    def join(self, other: dict[str, Any]) -> None:
+        """Take the cells of another result; ValueError if it is of another study."""
+        for key in ("count", "seed", "base"):
+            ours, theirs = (json.loads(json.dumps(r[key])) for r in (self.result, other))
+            if ours != theirs:
+                raise ValueError(f"cannot join results of {key} {theirs} to those of {ours}")
+        for name, theirs in other["rows"].items():
+            row = self.result["rows"].setdefault(name, {"policy": theirs["policy"], "cells": []})
+            have = {(cell["task"], cell["length"]) for cell in row["cells"]}
+            row["cells"] += [c for c in theirs["cells"] if (c["task"], c["length"]) not in have]
 
     def run(self, tasks: Sequence[str], lengths: Sequence[int], named: dict[str, Policy]) -> None:
-        """Measure all cells; a cell is a policy, a task and a length."""
+        """Measure the cells that are missing; a cell is a policy, a task and a length."""
+        rows = self.result["rows"]
         for length in lengths:
             for task in tasks:
+                missing = {
+                    name: policy
+                    for name, policy in named.items()
+                    if not any(
+                        (cell["task"], cell["length"]) == (task, length)
+                        for cell in rows.get(name, {"cells": []})["cells"]
+                    )
+                }
+                if not missing:
+                    continue
                 parts = self.study.prepare(task, length)
-                for name, policy in named.items():
-                    self._cell(name, policy, task, length, parts)
+                for name, policy in missing.items():
+                    cell = self._cell(policy, task, length, parts)
+                    row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
+                    row["cells"].append(cell)
+                    self.save()
                 self.study.say(task=task, length=length)
-        self.result["best"] = self._best()
 
-    def _cell(self, name: str, policy: Policy, task: str, length: int, parts: list[Any]) -> None:
+    def save(self) -> None:
+        """Write what there is."""
+        self.out.write_text(json.dumps(self.result) + "\n")
+
+    def _cell(self, policy: Policy, task: str, length: int, parts: list[Any]) -> dict[str, Any]:
         watched = policy.epsilon in WATCHED and policy.share == "min"
         right, tokens, touched, shares = 0, [], [], []
         for part in parts:
@@ -79,7 +113,6 @@ class MassStudy:
             tokens.append(decoder.tokens[policy.dense_layers :].tolist())
             touched.append(decoder.touched.tolist())
             shares += [share.flatten() for share in decoder.shares or []]
-        row = self.result["rows"].setdefault(name, {"policy": asdict(policy), "cells": []})
         cell: dict[str, Any] = {
             "task": task,
             "length": length,
@@ -91,11 +124,15 @@ class MassStudy:
             reached = torch.cat(shares)
             cell["reached_epsilon"] = float((reached >= policy.epsilon).double().mean())
             cell["least_share"] = float(reached.min())
-        row["cells"].append(cell)
+        return cell
 
-    def _best(self) -> dict[str, Any]:
+    def conclude(self) -> dict[str, Any]:
         """The cheapest policy of each kind that keeps the accuracy, and how they compare."""
-        rows = self.result["rows"]
+        rows = {
+            name: row
+            for name, row in self.result["rows"].items()
+            if len(row["cells"]) == len(self.result["rows"]["dense"]["cells"])
+        }
         for row in rows.values():
             row["exact"] = mean(cell["exact"] for cell in row["cells"])
             row["tokens"] = mean(cell["tokens"] for cell in row["cells"])
@@ -110,6 +147,7 @@ class MassStudy:
             best[kind] = min(fit)[1] if fit else None
         if best["fixed"] and best["mass"]:
             best["times_less"] = rows[best["fixed"]]["tokens"] / rows[best["mass"]]["tokens"]
+        self.result["best"] = best
         return best
 
 
@@ -166,6 +204,7 @@ def main() -> None:
     p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
     p.add_argument("--out", type=Path, default=Path("build/mass.json"))
     p.add_argument("--plots", type=Path, help="folder for two PNG files")
+    p.add_argument("--join", type=Path, nargs="+", default=[], help="results of other lengths")
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--lengths", type=int, nargs="+", default=[4096])
@@ -184,16 +223,17 @@ def main() -> None:
         args.score, page=args.page, sink=args.sink, recent=args.recent, microbatch=args.page,
         dense_layers=1,
     )  # fmt: skip
-    mass = MassStudy(study, base)
-    mass.run(
-        args.tasks, args.lengths, policies(base, args.budgets, args.epsilons, max(args.lengths))
-    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(mass.result) + "\n")
+    mass = MassStudy(study, base, args.out)
+    for path in args.join:
+        mass.join(json.loads(path.read_text()))
+    mass.run(args.tasks, args.lengths, policies(base, args.budgets, args.epsilons))
+    best = mass.conclude()
+    mass.save()
     if args.plots is not None:
         args.plots.mkdir(parents=True, exist_ok=True)
         draw(mass.result, args.plots)
-    print(json.dumps(mass.result["best"], indent=1))
+    print(json.dumps(best, indent=1))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ from server_host import Host
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
-EVERYTHING = {"budget": {"kind": "tokens", "tokens": 32768}, "min_sparse_tokens": 64}
+# What anchors reach, and so what the layers between them attend to, is the whole context.
+EVERYTHING = {
+    "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
+    "min_sparse_tokens": 64,
+}
 # A request may ask for anything up to the whole context.
 CHOOSY = {
     "budget": {"kind": "tokens", "tokens": 256, "max_tokens": 32768},

@@ -12,8 +12,7 @@ from ..plan import DecodePlan
 from .reference import BOUND_FLOOR, BOUND_MARGIN
 from .types import ProgressiveWorkspace
 
-RANK_TILE = 64
-OTHERS_TILE = 128
+RANK_WARPS = 4
 BOUNDS_TILE = 256
 
 
@@ -42,6 +41,34 @@ def _load_scores(p_scores, b_unit, m_unit, below, start):
 
 
 @triton.jit
+def _bit(n_dims: tl.constexpr, at: tl.constexpr):
+    """0 and 1 along one axis of a hypercube, the ``at``-th from the last."""
+    shape: tl.constexpr = [1] * (n_dims - 1 - at) + [2] + [1] * at
+    return tl.reshape(tl.arange(0, 2), shape)
+
+
+@triton.jit
+def _exchange(b_x, n_dims: tl.constexpr, stage: tl.constexpr, at: tl.constexpr):
+    """Order the pairs along axis ``at``, those of every other block of 2 ** stage downwards."""
+    # The pair's other number; sums wrap around and back.
+    b_y = tl.sum(b_x, n_dims - 1 - at, keep_dims=True) - b_x
+    b_swap = (b_x > b_y) != (_bit(n_dims, at) != 0)
+    if stage < n_dims:
+        b_swap = b_swap != (_bit(n_dims, stage) != 0)
+    return tl.where(b_swap, b_y, b_x)
+
+
+@triton.jit
+def _ascending(b_key, n_dims: tl.constexpr):
+    """The 2 ** n_dims distinct integers of a vector in ascending order: a bitonic sort."""
+    b_x = tl.reshape(b_key, [2] * n_dims)
+    for stage in tl.static_range(1, n_dims + 1):
+        for step in tl.static_range(stage):
+            b_x = _exchange(b_x, n_dims, stage, stage - 1 - step)
+    return tl.reshape(b_x, [2**n_dims])
+
+
+@triton.jit
 def rank_units_kernel(
     scores,
     picked,
@@ -61,47 +88,37 @@ def rank_units_kernel(
     recent,
     H: tl.constexpr,
     UNIT: tl.constexpr,
-    BA: tl.constexpr,
     BC: tl.constexpr,
+    DIMS: tl.constexpr,
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
+    o_c = tl.arange(0, BC)
     # Every step starts with a workspace in which no piece of work is done, whoever reselects.
-    o_w = tl.program_id(1) * BC + tl.arange(0, BC)
-    for i_w in tl.range(0, words, tl.num_programs(1) * BC):
-        m_w = i_w + o_w < words
-        b_w = tl.full((BC,), float("nan"), tl.float32)
-        tl.store(lse + i_rh * words + i_w + o_w, b_w, mask=m_w)
-        tl.store(least + i_rh * words + i_w + o_w, b_w, mask=m_w)
-    if tl.program_id(1) == 0:
-        tl.store(tickets + i_rh, 0)
+    tl.store(tickets + i_rh, 0)
+    b_nan = tl.full((BC,), float("nan"), tl.float32)
+    for i_w in tl.range(0, words, BC):
+        m_w = i_w + o_c < words
+        tl.store(lse + i_rh * words + i_w + o_c, b_nan, mask=m_w)
+        tl.store(least + i_rh * words + i_w + o_c, b_nan, mask=m_w)
     if tl.load(reselect + i_r) != 0:
         tokens = tl.load(tail_start + i_r)
         k = tl.minimum(tl.load(k_units + i_r), tl.minimum(tl.cdiv(tokens, UNIT), capacity))
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
-        if tl.program_id(1) == 0:
-            tl.store(out_counts + i_l, k)
+        tl.store(out_counts + i_l, k)
         below, start, _ = forced_range(tokens, sink, recent, UNIT)
-        p_scores = scores + i_rh * width
         p_picked = picked + i_rh * capacity
-        o_a = tl.program_id(1) * BA + tl.arange(0, BA)
-        m_a = o_a < k
-        # [BA]
-        b_a = tl.load(p_picked + o_a, mask=m_a, other=0)
-        b_sa = _load_scores(p_scores, b_a, m_a, below, start)
-        b_rank = tl.zeros((BA,), tl.int32)
-        if tl.program_id(1) * BA < k:
-            for i_c in tl.range(0, k, BC):
-                o_c = i_c + tl.arange(0, BC)
-                m_c = o_c < k
-                # [BC]
-                b_c = tl.load(p_picked + o_c, mask=m_c, other=0)
-                b_sc = _load_scores(p_scores, b_c, m_c, below, start)
-                # [BA, BC]; lists ascend, so the place in the list decides between equal scores.
-                b_first = o_c[None, :] < o_a[:, None]
-                b_equal = b_sc[None, :] == b_sa[:, None]
-                b_before = (b_sc[None, :] > b_sa[:, None]) | (b_equal & b_first)
-                b_rank += tl.sum((b_before & m_c[None, :]).to(tl.int32), 1)
-        tl.store(out_indices + i_l * capacity + b_rank, b_a, mask=m_a)
+        m_c = o_c < k
+        # [BC]
+        b_unit = tl.load(p_picked + o_c, mask=m_c, other=0)
+        b_s = _load_scores(scores + i_rh * width, b_unit, m_c, below, start)
+        # Integers that ascend as the scores fall; lists ascend, so of equal scores the place in
+        # the list decides, and what is past the list comes last.
+        b_bits = b_s.to(tl.int32, bitcast=True)
+        b_bits = tl.where(b_bits < 0, b_bits & 0x7FFFFFFF, -1 - b_bits)
+        b_key = (b_bits.to(tl.int64) << 32) | o_c.to(tl.int64)
+        b_place = (_ascending(b_key, DIMS) & 0xFFFFFFFF).to(tl.int32)
+        b_out = tl.load(p_picked + b_place, mask=m_c, other=0)
+        tl.store(out_indices + i_l * capacity + o_c, b_out, mask=m_c)
 
 
 @triton.jit
@@ -260,10 +277,11 @@ def rank_units_triton(
     out_counts: torch.Tensor,
     workspace: ProgressiveWorkspace,
 ) -> None:
-    """Launch :func:`rank_units_kernel`: programs of a row and head rank its list in tiles."""
+    """Launch :func:`rank_units_kernel`, one program a row and KV head."""
     rows, heads, width = scores.shape
     capacity = out_indices.shape[2]
-    rank_units_kernel[(rows * heads, triton.cdiv(capacity, RANK_TILE))](
+    tile = max(2, next_power_of_2(capacity))
+    rank_units_kernel[(rows * heads,)](
         scores,
         picked,
         plan.tail_start,
@@ -282,9 +300,9 @@ def rank_units_triton(
         recent,
         H=heads,
         UNIT=unit,
-        BA=RANK_TILE,
-        BC=OTHERS_TILE,
-        num_warps=4,
+        BC=tile,
+        DIMS=tile.bit_length() - 1,
+        num_warps=RANK_WARPS if tile <= 1024 else 8,
     )
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..common import next_power_of_2
 from ..device import programs_to_fill
 
 MICROBATCHES = (16, 32, 64, 128)
@@ -13,9 +12,6 @@ MICROBATCHES = (16, 32, 64, 128)
 
 MAX_RANKED_UNITS = 4096
 """Units that a list may rank: every one is compared with every other."""
-
-PROLOGUE_PARTS = 32
-"""Parts that tail, sinks and recent units are cut into, so that a dense row has many programs."""
 
 COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 """What is added up on the device, a sparse row and KV head at a time: how many there were, units
@@ -25,18 +21,19 @@ reached."""
 CTAS_PER_SM = 2
 # Programs that start when others are done find their row finished, or help a long one.
 OVERSUBSCRIPTION = 2
-MAX_PROGRAMS = 64
+MAX_SPLITS = 64
 
 
-def num_programs(rows: int, num_kv_heads: int, items: int, device: torch.device) -> tuple[int, int]:
+def num_programs(rows: int, num_kv_heads: int, device: torch.device) -> tuple[int, int]:
     """(programs of a row and KV head, those that run at once); fixed by the shapes."""
-    resident = max(1, programs_to_fill(device, CTAS_PER_SM) // (rows * num_kv_heads))
-    return min(resident * OVERSUBSCRIPTION, MAX_PROGRAMS, items), resident
+    resident = programs_to_fill(device, CTAS_PER_SM) // (rows * num_kv_heads)
+    resident = max(1, min(resident, MAX_SPLITS))
+    return min(resident * OVERSUBSCRIPTION, MAX_SPLITS), resident
 
 
 def num_items(capacity_units: int, unit: int, microbatch: int) -> int:
     """Most pieces of work of one row and KV head: the prologue's parts, then microbatches."""
-    return PROLOGUE_PARTS + -(-capacity_units * unit // microbatch)
+    return MAX_SPLITS + -(-capacity_units * unit // microbatch)
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class ProgressiveWorkspace:
         partial: float32 [R, H, I, G, D], attention over one piece.
         lse: float32 [R, H, I, G], its log2 of the sum of exponentials; NaN until it is there.
         least: float32 [R, H, I, G], log2 of its smallest block mass; NaN until it is there.
-        tickets: int32 [R, H], the next piece that nobody has taken.
+        tickets: int32 [R, H], the next microbatch that nobody has taken.
     """
 
     partial: torch.Tensor
@@ -57,9 +54,9 @@ class ProgressiveWorkspace:
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.tickets.shape[0]:
+        if batch_size > self.lse.shape[0]:
             raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.tickets.shape[0]}"
+                f"batch of {batch_size} rows does not fit a workspace of {self.lse.shape[0]}"
             )
         return ProgressiveWorkspace(
             **{field.name: getattr(self, field.name)[:batch_size] for field in fields(self)}
@@ -95,17 +92,12 @@ def make_progressive_workspace(
     """
     shape = (max_rows, num_kv_heads, items, num_heads // num_kv_heads)
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, device=device)
 
     return ProgressiveWorkspace(
         partial=zeros(*shape, head_dim),
         lse=zeros(*shape),
         least=zeros(*shape),
-        tickets=zeros(max_rows, num_kv_heads, dtype=torch.int32),
+        tickets=torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device),
     )
-
-
-def padded_items(items: int) -> int:
-    """Items of a row that a program looks at together."""
-    return next_power_of_2(items)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of a share of the mass: what it concludes, and that it goes on where it ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse.reference.mass_study import MassStudy, policies
+from sglang_sparse.reference.policies import Policy
+
+BASE = Policy("page_mean", page=32, sink=4, recent=8, dense_layers=1)
+
+
+class Runs:
+    """Stands in for the model: how often a policy is right and what it touches follow from it."""
+
+    count, seed = 10, 1
+
+    def __init__(self) -> None:
+        self.measured: list[tuple[str, int, int, float]] = []
+
+    def prepare(self, task: str, length: int) -> list[Any]:
+        return [((task, length), SimpleNamespace(shares=None))]
+
+    def exact(self, parts: list[Any], policy: Policy) -> int:
+        (task, length), decoder = parts[0]
+        self.measured.append((task, length, policy.budget, policy.epsilon))
+        if policy.kind == "dense":
+            touched, right = length, 10
+        elif policy.epsilon:
+            touched, right = (96 if policy.share == "mean" else 160), 10
+        else:
+            touched, right = policy.budget, 10 if policy.budget >= 256 else 5
+        decoder.tokens = torch.tensor([float(length), float(touched)])
+        decoder.touched = decoder.tokens / length
+        return right
+
+    def say(self, **entry: Any) -> None:
+        """Nothing listens."""
+
+
+def test_the_cheapest_policies_that_keep_the_accuracy_are_compared(tmp_path: Path) -> None:
+    study = MassStudy(Runs(), BASE, tmp_path / "mass.json")  # type: ignore[arg-type]
+    study.run(["a", "b"], [512, 1024], policies(BASE, [128, 256, 512], [0.9]))
+    best = study.conclude()
+    assert (best["fixed"], best["mass"]) == ("fixed 256", "mass 0.9 mean")
+    assert best["times_less"] == pytest.approx(256 / 96)
+    assert len(study.result["rows"]["mass 0.9 min"]["cells"]) == 4
+
+
+def test_a_study_goes_on_where_it_ended_and_takes_cells_of_others(tmp_path: Path) -> None:
+    named = policies(BASE, [128], [])
+    ours, theirs = Runs(), Runs()
+    MassStudy(ours, BASE, tmp_path / "a.json").run(["a"], [512], named)  # type: ignore[arg-type]
+    other = MassStudy(theirs, BASE, tmp_path / "b.json")  # type: ignore[arg-type]
+    other.run(["a"], [1024], named)
+    again = MassStudy(ours, BASE, tmp_path / "a.json")  # type: ignore[arg-type]
+    again.join(json.loads((tmp_path / "b.json").read_text()))
+    again.run(["a"], [512, 1024], named)
+    assert len(ours.measured) == len(theirs.measured) == 2
+    assert [cell["length"] for cell in again.result["rows"]["dense"]["cells"]] == [512, 1024]
+    with pytest.raises(ValueError, match="cannot join results of base"):
+        MassStudy(ours, Policy("page_minmax"), tmp_path / "a.json")  # type: ignore[arg-type]
