@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many programs fill a device: decided from shapes alone, before a graph is captured."""
+"""What a device can do: decided from shapes alone, before a graph is captured."""
 
 from functools import cache
 
@@ -15,6 +15,19 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return HOST_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _can_overlap(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """Arguments of a launch that may begin before the one before it has ended, where that exists.
+
+    The kernel takes OVERLAP as a constant and calls :func:`wait_for_previous` first.
+    """
+    return {"OVERLAP": True, "launch_pdl": True} if _can_overlap(device) else {"OVERLAP": False}
 
 
 def programs_to_fill(device: torch.device, ctas_per_sm: int) -> int:

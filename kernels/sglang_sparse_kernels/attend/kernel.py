@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
+from ..device import launch_options
 from ..plan import DecodePlan
-from ..triton_ops import cast, dot
+from ..triton_ops import cast, dot, wait_for_previous
 from .types import num_splits
 
 TILE_TOKENS = 128
@@ -49,7 +50,9 @@ def attend_split_kernel(
     SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s = tl.program_id(1)
     o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
@@ -124,7 +127,16 @@ def attend_split_kernel(
 
 
 @triton.jit
-def merge_splits_kernel(partial, lse, out, D: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr):
+def merge_splits_kernel(
+    partial,
+    lse,
+    out,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    wait_for_previous(OVERLAP)
     i_q = tl.program_id(0).to(tl.int64)
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     # [BS]
@@ -205,6 +217,7 @@ def gathered_decode_attention_triton(
         HAS_CAP=logit_cap > 0,
         STAGES=STAGES,
         num_warps=WARPS,
+        **launch_options(q.device),
     )
     if splits > 1:
         merge_splits_kernel[(rows * query_heads,)](
@@ -215,4 +228,5 @@ def gathered_decode_attention_triton(
             SPLITS=splits,
             BS=next_power_of_2(splits),
             num_warps=4,
+            **launch_options(q.device),
         )

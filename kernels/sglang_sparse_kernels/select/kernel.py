@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from ..common import next_power_of_2
+from ..device import launch_options
 from ..plan import DecodePlan
-from .search import load_units, rankable, store_winners, winners
+from ..triton_ops import wait_for_previous
+from .search import load_units, rankable, search_winners, store_winners
 from .stream import is_streamed, stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
 
@@ -59,6 +61,13 @@ def block_max_kernel(
 
 
 @triton.jit
+def _forced(below, start, n):
+    """How many of n are forced: those before ``below`` and those from ``start`` on."""
+    below = tl.minimum(below, n)
+    return below + n - tl.maximum(start, below)
+
+
+@triton.jit
 def _prune(
     p_max,
     p_blocks,
@@ -81,7 +90,8 @@ def _prune(
     # With nothing recent to force, the last block is free whole.
     free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
     b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n, CLEAN)
-    b_win, floor = winners(b_s, o_b, float("-inf"), num_blocks - 1, k, BT)
+    forced = _forced(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
+    b_win, floor = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
     store_winners(p_blocks, b_win, o_b, 0, k)
     return floor
 
@@ -110,7 +120,8 @@ def _take(
     b_block = tl.where(pruned & m_b, b_block, tl.where(m_b, o_b, tl.cdiv(n, BLOCK)))
     # [BT / BLOCK, BLOCK]
     b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
-    b_win, _ = winners(b_s, o_u, floor, n - 1, k, BT)
+    forced = _forced(forced_below, free_below, n)
+    b_win, _ = search_winners(b_s, o_u, floor, forced, n - 1, k, BT)
     store_winners(p_out, b_win, o_u, 0, k)
 
 
@@ -138,7 +149,9 @@ def select_topk_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait_for_previous(OVERLAP)
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     # What the row's plan says is read at once, not one answer after the other.
     reselected = tl.load(reselect + i_r) != 0
@@ -243,6 +256,7 @@ def select_topk_triton(
         WHOLE=width % BLOCK_UNITS == 0,
         CLEAN=has_block_max,
         num_warps=warps,
+        **launch_options(scores.device),
     )
     if width > tile_units and (
         capacity * BLOCK_UNITS > tile_units or triton.cdiv(width, BLOCK_UNITS) > tile_blocks

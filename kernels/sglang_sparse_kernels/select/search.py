@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+SNAP_AFTER = tl.constexpr(4)  # steps whose bounds may lie between scores: they cost less
 
 
 @triton.jit
@@ -65,7 +66,7 @@ def _log_ratio(count, k):
 
 @triton.jit
 def _cut_ties(b_tie, last, ties, need):
-    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie."""
+    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie; others are INT_MAX."""
     lo = tl.full((), -1, tl.int32)
     hi = last
     count_lo = tl.full((), 0, tl.int32)
@@ -77,8 +78,12 @@ def _cut_ties(b_tie, last, ties, need):
         guess = tl.where(step % 4 == 3, (lo + hi) >> 1, guess)
         guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
         count = -tl.sum((b_tie - guess - 1) >> 31)
-        lo = tl.where(count == need, guess - 1, tl.where(count > need, lo, guess))
-        hi = tl.where(count >= need, guess, hi)
+        # Both ends move on to a tie, so that few ties take few steps however far they lie apart.
+        if count >= need:
+            hi = tl.max(tl.where(b_tie <= guess, b_tie, -1))
+            lo = tl.where(count == need, hi - 1, lo)
+        else:
+            lo = tl.min(tl.where(b_tie > guess, b_tie, 2147483647)) - 1
         count_lo = tl.where(count < need, count, count_lo)
         count_hi = tl.where(count >= need, count, count_hi)
         step += 1
@@ -93,8 +98,16 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
     that at least k reach, or -inf.
     """
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
-    finite = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
-    low = tl.minimum(tl.maximum(finite, floor), FLOAT32_MAX)
+    return search_winners(b_s, b_i, floor, forced, last, k, SIZE)
+
+
+@triton.jit
+def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
+    """As :func:`winners`, where it is known that ``forced`` scores are +inf (or more, from k on)."""
+    low = floor
+    if floor == float("-inf"):
+        low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
+    low = tl.minimum(low, FLOAT32_MAX)
     high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
     count_lo = _count_reaching(b_s, low, SIZE)
     count_hi = forced
@@ -107,7 +120,8 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
     step = tl.full((), 0, tl.int32)
     while lo < hi:
         middle = _probe(lo, hi, weight_lo, weight_hi, step)
-        count = _count_reaching(b_s, score_of(middle), SIZE)
+        score = score_of(middle)
+        count = _count_reaching(b_s, score, SIZE)
         weight = tl.abs(_log_ratio(count, k))
         # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
         up = count >= k
@@ -117,8 +131,16 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
         weight_hi = tl.where(up, weight_hi * stale, weight)
         count_lo = tl.where(up, count, count_lo)
         count_hi = tl.where(up, count_hi, count)
-        lo = tl.where(up, middle, lo)
-        hi = tl.where(count == k, middle, tl.where(up, hi, middle - 1))
+        if step >= SNAP_AFTER:
+            # On to a score that exists, so that the search ends where the k-th best one is tied.
+            if up:
+                lo = key_of(tl.min(tl.where(b_s >= score, b_s, float("inf"))))
+            else:
+                hi = key_of(tl.max(tl.where(b_s < score, b_s, float("-inf"))))
+        else:
+            lo = tl.where(up, middle, lo)
+            hi = tl.where(up, hi, middle - 1)
+        hi = tl.where(count == k, lo, hi)
         side = moved
         step += 1
 
