@@ -103,7 +103,7 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
 
 @triton.jit
 def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
-    """As :func:`winners`, where it is known that ``forced`` scores are +inf (or more, from k on)."""
+    """As :func:`winners` with the count of scores that are +inf; from k on it may be too high."""
     low = floor
     if floor == float("-inf"):
         low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
