@@ -17,7 +17,7 @@ from ..common import next_power_of_2
 from ..device import launch_options
 from ..plan import DecodePlan
 from ..triton_ops import wait_for_previous
-from .search import load_units, rankable, search_winners, store_winners
+from .search import load_units, rankable, search_winners, store_in_order
 from .stream import is_streamed, stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
 
@@ -92,7 +92,7 @@ def _prune(
     b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n, CLEAN)
     forced = _forced(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
     b_win, floor = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
-    store_winners(p_blocks, b_win, o_b, 0, k)
+    store_in_order(p_blocks, b_win, tl.arange(0, BT // C) * C, k, BT // C, C)
     return floor
 
 
@@ -122,7 +122,8 @@ def _take(
     b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
     forced = _forced(forced_below, free_below, n)
     b_win, _ = search_winners(b_s, o_u, floor, forced, n - 1, k, BT)
-    store_winners(p_out, b_win, o_u, 0, k)
+    b_base = tl.gather(b_block * BLOCK, o_b, 0)
+    store_in_order(p_out, b_win, b_base, k, BT // BLOCK, BLOCK)
 
 
 @triton.jit

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
-SNAP_AFTER = tl.constexpr(4)  # steps whose bounds may lie between scores: they cost less
+# Until few are left, or for so many steps, bounds may lie between scores: those steps cost less.
+SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 
 @triton.jit
@@ -131,7 +132,7 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
         weight_hi = tl.where(up, weight_hi * stale, weight)
         count_lo = tl.where(up, count, count_lo)
         count_hi = tl.where(up, count_hi, count)
-        if step >= SNAP_AFTER:
+        if (count_lo - count_hi <= SNAP_AT) | (step >= SNAP_AFTER):
             # On to a score that exists, so that the search ends where the k-th best one is tied.
             if up:
                 lo = key_of(tl.min(tl.where(b_s >= score, b_s, float("inf"))))
@@ -171,6 +172,27 @@ def store_winners(p_out, b_win, b_i, taken, k):
     o_w = b_first[:, None] + tl.cumsum(b_won, 1) - 1
     tl.store(p_out + o_w, b_i, mask=b_win & (o_w < k))
     return taken + tl.sum(b_wins)
+
+
+@triton.jit
+def store_in_order(p_out, b_win, b_base, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the k indices ``b_base[r] + c`` of the winners ``b_win[r, c]``, row by row.
+
+    A row's winners, at most 16, become the bits of one word, so that rows are ranked and stored
+    instead of elements. ``b_base`` has been through a gather too, or needs none.
+    """
+    b_bits = tl.sum(b_win.to(tl.int32) << tl.arange(0, COLUMNS)[None, :], 1)
+    # One move to the layout that stores take; left alone, the compiler moves what each stores.
+    b_bits = tl.gather(b_bits, tl.arange(0, ROWS), 0)
+    b_wins = b_bits - ((b_bits >> 1) & 0x5555)
+    b_wins = (b_wins & 0x3333) + ((b_wins >> 2) & 0x3333)
+    b_wins = (b_wins + (b_wins >> 4)) & 0x0F0F
+    b_wins = (b_wins + (b_wins >> 8)) & 0x1F
+    b_to = tl.cumsum(b_wins, 0) - b_wins
+    for i_c in tl.static_range(COLUMNS):
+        b_bit = (b_bits >> i_c) & 1
+        tl.store(p_out + b_to, b_base + i_c, mask=(b_bit != 0) & (b_to < k))
+        b_to += b_bit
 
 
 @triton.jit
