@@ -4,6 +4,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,6 +111,8 @@ def bench_step(bench: Bench, name: str, shape: Shape, *, dense: bool) -> None:
         score_bytes += rows * units * 2 * shape.dim * shape.dtype.itemsize
     calls = [partial(case.score, layer) for layer in layers]
     bench.add(f"{name}: score", shape, calls, score_bytes)
+    if unit == 1:
+        bench_sketches(bench, shape)
     # Scores of one step are in the L2 cache when selection reads them, so they do not rotate.
     topk_bytes = rows * (4 * units / BLOCK_UNITS + case.capacity * 4 * (BLOCK_UNITS + 1))
     bench.add(f"{name}: select_topk", shape, [case.select] * 8, topk_bytes)
@@ -123,6 +126,24 @@ def bench_step(bench: Bench, name: str, shape: Shape, *, dense: bool) -> None:
     bench.add(f"{name}: step", shape, calls, moved, dense_us=dense_us)
     if unit == 1:
         bench.add("plan_decode", shape, [partial(case.run_plan, "triton")] * 8, 0)
+
+
+def bench_sketches(bench: Bench, shape: Shape) -> None:
+    """Scores by the sketch where pages lie anywhere, and by sketches of other formats."""
+    for title, other in {
+        "scattered pages": replace(shape, scattered=True),
+        "int4": replace(shape, sketch="int4"),
+        "int8": replace(shape, sketch="int8"),
+    }.items():
+        case = Case(other, 2 if shape.batch > 1 else 8, 1, torch.device("cuda"))
+        case.check()
+        row = CHANNELS * (0.5 if other.sketch == "int4" else 1) + 4 + 4 / BLOCK_UNITS
+        row += 0 if other.sketch == "fp8" else 4  # the scale of a token
+        moved = other.batch * other.heads * other.context * row
+        calls = [partial(case.score, layer) for layer in case.layers]
+        bench.add(f"sparcas: score, {title}", shape, calls, moved)
+        del case, calls
+        torch.cuda.empty_cache()
 
 
 def bench_update(bench: Bench, *, layers: int, batch: int, new_tokens: int) -> None:

@@ -89,7 +89,9 @@ def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
     select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
     sketch = paged(k).to(torch.float8_e4m3fn).view(-1, PAGE, GROUPS, DIM).permute(0, 2, 3, 1)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    sketch_score_reference(q, channels, sketch.contiguous(), None, plan, reduce=reduce, out=scores)
+    sketch_score_reference(
+        q, channels, sketch.contiguous(), None, plan, page_size=PAGE, reduce=reduce, out=scores
+    )
     expected = reference_output(q, k, v, scores, unit=1)
     # The kernels attend to the current token beside the budget; the study counts it in.
     policy = Policy("sparcas", KEPT + 1, SINK, RECENT + 1, CHANNELS, reduce=reduce)  # type: ignore[arg-type]
