@@ -16,10 +16,11 @@ from sglang_sparse.reference.policies import (
     kept_share,
     page_means,
     page_planes,
+    stored,
 )
 from sglang_sparse_kernels.attend.reference import gathered_decode_attention_reference
 from sglang_sparse_kernels.plan import DecodePlan
-from sglang_sparse_kernels.planes import cuboid_mean
+from sglang_sparse_kernels.planes import SKETCH_DTYPES, cuboid_mean, quantize_sketch
 from sglang_sparse_kernels.progressive.reference import (
     progressive_decode_attention_reference,
     rank_units_reference,
@@ -215,3 +216,13 @@ def test_bad_policies_are_refused() -> None:
         Policy("quest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget 40 is under"):
         Policy("oracle", 40)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8", "int4", "bf16"])
+def test_the_study_rounds_keys_as_the_planes_do(storage: str) -> None:
+    keys = torch.randn(5, 2, DIM, generator=torch.Generator().manual_seed(3))
+    dtype = SKETCH_DTYPES[storage]
+    sketch, scale = quantize_sketch(keys, dtype)
+    values = sketch.float() - (8 if storage == "int4" else 0)
+    want = values if scale is None else values * scale[..., None]
+    torch.testing.assert_close(stored(keys, storage), want)  # type: ignore[arg-type]
