@@ -107,6 +107,10 @@ def bench_step(bench: Bench, name: str, shape: Shape, *, dense: bool) -> None:
         score_bytes += rows * units * CHANNELS * layers[0].planes.key_sketch.itemsize
         calls = [partial(case.choose, layer) for layer in layers]
         bench.add("select_channels", shape, calls, layers[0].q.nbytes)
+        calls = [partial(case.score, layer) for layer in layers]
+        bench.add(f"{name}: score, new channels", shape, calls, score_bytes)
+        # As in 63 of 64 steps.
+        case.plan.refresh.zero_()
     else:
         score_bytes += rows * units * 2 * shape.dim * shape.dtype.itemsize
     calls = [partial(case.score, layer) for layer in layers]
@@ -137,6 +141,7 @@ def bench_sketches(bench: Bench, shape: Shape) -> None:
     }.items():
         case = Case(other, 2 if shape.batch > 1 else 8, 1, torch.device("cuda"))
         case.check()
+        case.plan.refresh.zero_()
         row = CHANNELS * (0.5 if other.sketch == "int4" else 1) + 4 + 4 / BLOCK_UNITS
         row += 0 if other.sketch == "fp8" else 4  # the scale of a token
         moved = other.batch * other.heads * other.context * row
