@@ -9,27 +9,8 @@ and casts to it truncate.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def wait_for_previous(OVERLAP: tl.constexpr):
-    """Wait until all that was launched before has ended.
-
-    Every program of a kernel that is launched with :func:`launch_options` has to call this before
-    its first access to memory: then whatever a kernel waits for has itself waited.
-    """
-    if OVERLAP:
-        gdc_wait()
-
-
-@triton.jit
-def let_next_begin(OVERLAP: tl.constexpr):
-    """The next launch may begin once all programs have come here, if it knows how to wait."""
-    if OVERLAP:
-        gdc_launch_dependents()
 
 
 @triton.jit

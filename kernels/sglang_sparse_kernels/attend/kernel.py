@@ -8,14 +8,16 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
-from ..device import can_overlap, launch_options
 from ..plan import DecodePlan
-from ..triton_ops import cast, dot, let_next_begin, wait_for_previous
+from ..triton_ops import cast, dot
 from .types import num_splits
 
-TILE_TOKENS = 128
-STAGES = 2
 WARPS = 4
+
+
+def _tile(split_tokens: int) -> tuple[int, int]:
+    """(tokens a tile, stages) for splits of so many tokens."""
+    return (64, 4) if split_tokens <= 64 else (128, 2)
 
 
 @triton.jit
@@ -74,7 +76,6 @@ def attend_split_kernel(
     SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s = tl.program_id(1)
@@ -134,7 +135,6 @@ def attend_split_kernel(
         b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
-    let_next_begin(OVERLAP)
     if SPLITS == 1:
         o_o = o_q[:, None] * D + o_d[None, :]
         tl.store(out + o_o, cast(b_acc / b_sum[:, None], out.dtype.element_ty), mask=m_g[:, None])
@@ -155,9 +155,7 @@ def merge_splits_kernel(
     D: tl.constexpr,
     SPLITS: tl.constexpr,
     BS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     i_q = tl.program_id(0).to(tl.int64)
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     # [BS]
@@ -199,6 +197,7 @@ def gathered_decode_attention_triton(
     group = group_size(query_heads, heads)
     capacity = indices.shape[2]
     splits = num_splits(rows, heads, capacity * unit, q.device)
+    tile, stages = _tile(triton.cdiv(capacity * unit, splits))
     partials = rows * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
@@ -233,11 +232,10 @@ def gathered_decode_attention_triton(
         D=dim,
         PAGE=page_size,
         UNIT=unit,
-        BN=TILE_TOKENS,
+        BN=tile,
         SPLITS=splits,
         HAS_CAP=logit_cap > 0,
-        STAGES=STAGES,
-        OVERLAP=can_overlap(q.device),
+        STAGES=stages,
         num_warps=WARPS,
     )
     if splits > 1:
@@ -249,5 +247,4 @@ def gathered_decode_attention_triton(
             SPLITS=splits,
             BS=next_power_of_2(splits),
             num_warps=4,
-            **launch_options(q.device),
         )

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
-from ..device import can_overlap, programs_to_fill
+from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..select import BLOCK_UNITS
-from ..triton_ops import dot, let_next_begin
+from ..triton_ops import dot
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 2048
@@ -200,9 +200,7 @@ def sketch_score_kernel(
     ALIGN: tl.constexpr,
     SUM: tl.constexpr,
     CHOOSE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    let_next_begin(OVERLAP)
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     # What the row's plan says is read at once, not one answer after the other.
     scored = tl.load(reselect + i_r) != 0
@@ -306,9 +304,7 @@ def page_minmax_score_kernel(
     BU: tl.constexpr,
     BLOCK: tl.constexpr,
     REDUCE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    let_next_begin(OVERLAP)
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
     n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
@@ -431,7 +427,6 @@ def sketch_score_triton(
         SUM=reduce == "sum",
         CHOOSE=choose_channels,
         num_warps=SKETCH_WARPS,
-        OVERLAP=can_overlap(q.device),
     )
 
 
@@ -481,5 +476,4 @@ def page_minmax_score_triton(
         BLOCK=BLOCK_UNITS,
         REDUCE=reduce or "none",
         num_warps=MINMAX_WARPS,
-        OVERLAP=can_overlap(q.device),
     )

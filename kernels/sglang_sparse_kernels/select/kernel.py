@@ -14,9 +14,7 @@ import triton
 import triton.language as tl
 
 from ..common import next_power_of_2
-from ..device import launch_options
 from ..plan import DecodePlan
-from ..triton_ops import wait_for_previous
 from .search import load_units, rankable, search_winners, store_in_order
 from .stream import is_streamed, stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
@@ -150,9 +148,7 @@ def select_topk_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
-    wait_for_previous(OVERLAP)
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     # What the row's plan says is read at once, not one answer after the other.
     reselected = tl.load(reselect + i_r) != 0
@@ -257,7 +253,6 @@ def select_topk_triton(
         WHOLE=width % BLOCK_UNITS == 0,
         CLEAN=has_block_max,
         num_warps=warps,
-        **launch_options(scores.device),
     )
     if width > tile_units and (
         capacity * BLOCK_UNITS > tile_units or triton.cdiv(width, BLOCK_UNITS) > tile_blocks
