@@ -395,6 +395,11 @@ def sketch_score_triton(
     group = group_size(query_heads, heads)
     tile = min(SKETCH_TILE_TOKENS, max(page_size, next_power_of_2(out.shape[2])))
     tiles = triton.cdiv(out.shape[2], tile)
+    if key_sketch.dtype == torch.uint8 and tiles > _splits(
+        rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device
+    ):
+        # Half of a tile is scored at a time, so programs that take several take longer ones.
+        tile, tiles = 2 * tile, triton.cdiv(tiles, 2)
     splits = _splits(rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device)
     sketch_score_kernel[(rows * heads, splits)](
         q,
