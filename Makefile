@@ -46,7 +46,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 bench: $(STAMP)
-	$(PY) kernels/bench/run.py $(ARGS)
+	$(PY) kernels/bench/bench.py $(ARGS)
 
 loadtest: $(STAMP)
 	$(PY) loadtest/short.py $(ARGS)

@@ -102,11 +102,12 @@ def running_server(
 def run(label: str, args: argparse.Namespace) -> None:
     """Start the server of one configuration, measure it, end it, complete its report."""
     out = args.out / f"{label}.json"
-    batch = max(args.batches)
+    cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
+    separate = [int(cell.split("x")[1]) for cell in args.separate]
+    batch = max(*args.batches, *separate, *(size for _, size in cells))
     with running_server(label, args.model, args.port, batch, args.logs) as url:
         measure_server(url, label, args, out)
         used = gpu("memory.used")
-        cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
         profiles = [profile(url, *cell, args.vocab) for cell in cells]
     command = server_command(args.model, args.port, batch, CONFIGURATIONS[label])
     report = json.loads(out.read_text())

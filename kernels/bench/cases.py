@@ -31,7 +31,8 @@ class Shape:
     """One attention step: every request has ``context`` tokens of its own.
 
     ``max_context`` sizes the buffers, if it is above the context; a tiny ``key_scale`` makes an
-    fp8 sketch all zeros, so that all scores tie.
+    fp8 sketch all zeros, so that all scores tie. Pages of a request are neighbours, as SGLang hands
+    them out, or ``scattered``.
     """
 
     context: int
@@ -45,6 +46,7 @@ class Shape:
     budget: int = 2048
     max_context: int = 0
     key_scale: float = 1.0
+    scattered: bool = False
 
     @property
     def width(self) -> int:
@@ -85,7 +87,8 @@ class Case:
         self.shape, self.unit, self.device = shape, unit, device
         rows, size = shape.batch, shape.page_size
         row_pages = -(-shape.context // size)
-        pages = 1 + torch.randperm(rows * row_pages, device=device).view(rows, row_pages)
+        order = torch.randperm if shape.scattered else torch.arange
+        pages = 1 + order(rows * row_pages, device=device).view(rows, row_pages)
         slots = pages[..., None] * size + torch.arange(size, device=device)
         req_to_token = torch.zeros((rows + 1, shape.width), dtype=torch.int32, device=device)
         req_to_token[1:, : row_pages * size] = slots.flatten(1).int()
@@ -195,6 +198,7 @@ class Case:
                 planes.key_sketch[0],
                 None if scale is None else scale[0],
                 self.plan,
+                page_size=self.shape.page_size,
                 **options,
             )
         else:

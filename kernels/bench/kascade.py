@@ -81,11 +81,13 @@ class Report:
 class DecodeCase(Case):
     """A decode batch whose lists hold a tenth of the context."""
 
-    def __init__(self, context: int, batch: int) -> None:
+    def __init__(
+        self, context: int, batch: int, layers: int = 1, max_context: int = MOST_DECODE
+    ) -> None:
         shape = Shape(
-            context=context, batch=batch, budget=-(-context // 10), max_context=MOST_DECODE
+            context=context, batch=batch, budget=-(-context // 10), max_context=max_context
         )
-        super().__init__(shape, 1, 1, torch.device("cuda"))
+        super().__init__(shape, layers, 1, torch.device("cuda"))
         width = self.scores.shape[2]
         self.exact = make_exact_workspace(
             batch, shape.heads * shape.group, shape.heads, width, self.device

@@ -126,7 +126,7 @@ def sweep(report: Report, context: int, batch: int) -> None:
         case.plan.refresh.zero_()
         report.add("no refresh", [partial(case.score, layer) for layer in case.layers], moved)
         for tile, stages, warps, ctas in ATTEND_SWEEP:
-            attend_kernel.TILE_TOKENS, attend_kernel.STAGES = tile, stages
+            attend_kernel._tile = lambda _, tile=tile, stages=stages: (tile, stages)
             attend_kernel.WARPS, attend_types.CTAS_PER_SM = warps, ctas
             case.make_workspace()
             calls = [partial(case.attend, layer) for layer in case.layers]

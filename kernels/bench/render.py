@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the README's kernel table, and a plot beside the report, from the JSON of `run.py`.
+"""Write the README's kernel table, and a plot beside the report, from the JSON of `bench.py`.
 
 ``python kernels/bench/render.py kernels/bench/results/h200/bench.json README.md``
 
@@ -31,12 +31,30 @@ def table(report: dict[str, Any]) -> str:
     lines = ["| µs | " + " | ".join(f"{c // 1024}K x {b}" for c, b in SHAPES) + " |"]
     lines.append("| --- |" + " ---: |" * len(SHAPES))
     for name in names:
-        if any((name, *shape) in rows for shape in SHAPES):
+        if "dense, " not in name and any((name, *shape) in rows for shape in SHAPES):
             cells = (cell(rows.get((name, *shape))) for shape in SHAPES)
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    if any("launches" in row for row in report["rows"]):
+        lines += ["", *launch_table(rows)]
     copied = report["copy_bytes_per_second"] / 1e12
     lines += ["", f"{report['device']}, commit {report['commit']}, copy {copied:.2f} TB/s."]
     return "\n".join(lines)
+
+
+def launch_table(rows: dict[tuple[str, int, int], dict[str, Any]]) -> list[str]:
+    """Kernels of a layer's step, launches and microseconds each, at the first and last shape."""
+    first, last = SHAPES[0], SHAPES[-1]
+    titles = " | ".join(f"µs a launch, {c // 1024}K x {b}" for c, b in (first, last))
+    lines = [f"| step | launches a layer | {titles} |", "| --- | ---: | --- | --- |"]
+    for name in dict.fromkeys(name for name, *_ in rows if name.endswith(": step")):
+        cells = []
+        for shape in (first, last):
+            found = rows.get((name, *shape), {}).get("launches", [])
+            cells.append(", ".join(f"{kernel['name']} {kernel['us']:.1f}" for kernel in found))
+        found = rows.get((name, *first), {}).get("launches", [])
+        count = sum(kernel["launches"] for kernel in found)
+        lines.append(f"| {name.removesuffix(': step')} | {count:.2g} | {cells[0]} | {cells[1]} |")
+    return lines
 
 
 def plot(report: dict[str, Any], path: Path) -> None:

@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check, then time every kernel and the whole sparse attention step beside FlashInfer's dense one.
+"""What ``bench.py`` measures of budgets of tokens, and what all benchmarks share."""
 
-``python kernels/bench/run.py --out results.json [--quick]``
-"""
-
-import argparse
-import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 from cases import CHANNELS, Case, LayerData, Shape
-from timing import copy_bandwidth, time_calls
+from timing import copy_bandwidth, launches, time_calls
 
 from sglang_sparse_kernels import BLOCK_UNITS, PlaneBuffers, update_planes
 
@@ -35,17 +30,31 @@ class Bench:
         self.rows: list[dict] = []
 
     def add(
-        self, name: str, shape: Shape, calls: list[Callable[[], None]], must_move: float
+        self,
+        name: str,
+        shape: Shape,
+        calls: list[Callable[[], None]],
+        must_move: float,
+        dense_us: float | None = None,
     ) -> float:
-        """Time ``calls``; ``must_move`` is the bytes that one of them has to move."""
+        """Time ``calls``; ``must_move`` is the bytes that one of them has to move.
+
+        With ``dense_us``, the time of dense attention over the same data, the row is a preset's
+        step: it holds the speed over dense, and the kernels of one call.
+        """
         times = time_calls(calls, self.replays)
         floor = must_move / self.bandwidth * 1e6
         row = {"name": name, "context": shape.context, "batch": shape.batch} | times
         row |= {"must_move_bytes": int(must_move), "of_copy_bandwidth": floor / times["us"]}
+        told = ""
+        if dense_us is not None:
+            row |= {"speedup_over_dense": dense_us / times["us"], "launches": launches(calls)}
+            told = f"  {dense_us / times['us']:.2f} x dense"
         self.rows.append(row)
         print(
             f"{name:28} {shape.context:>7} x {shape.batch:<3} {times['us']:9.2f} us "
-            f"[{times['us_p10']:.2f}, {times['us_p90']:.2f}]  {floor / times['us']:6.1%} of copy",
+            f"[{times['us_p10']:.2f}, {times['us_p90']:.2f}]  {floor / times['us']:6.1%} of copy"
+            f"{told}",
             flush=True,
         )
         return times["us"]
@@ -98,23 +107,48 @@ def bench_step(bench: Bench, name: str, shape: Shape, *, dense: bool) -> None:
         score_bytes += rows * units * CHANNELS * layers[0].planes.key_sketch.itemsize
         calls = [partial(case.choose, layer) for layer in layers]
         bench.add("select_channels", shape, calls, layers[0].q.nbytes)
+        calls = [partial(case.score, layer) for layer in layers]
+        bench.add(f"{name}: score, new channels", shape, calls, score_bytes)
+        # As in 63 of 64 steps.
+        case.plan.refresh.zero_()
     else:
         score_bytes += rows * units * 2 * shape.dim * shape.dtype.itemsize
     calls = [partial(case.score, layer) for layer in layers]
     bench.add(f"{name}: score", shape, calls, score_bytes)
+    if unit == 1:
+        bench_sketches(bench, shape)
     # Scores of one step are in the L2 cache when selection reads them, so they do not rotate.
     topk_bytes = rows * (4 * units / BLOCK_UNITS + case.capacity * 4 * (BLOCK_UNITS + 1))
     bench.add(f"{name}: select_topk", shape, [case.select] * 8, topk_bytes)
     calls = [partial(case.attend, layer) for layer in layers]
     bench.add(f"{name}: attend", shape, calls, shape.selected_bytes)
     calls = [partial(case.step, layer) for layer in layers]
-    sparse_us = bench.add(f"{name}: step", shape, calls, score_bytes + shape.selected_bytes)
+    dense_us = None
     if dense:
         dense_us = bench.add("flashinfer dense", shape, dense_calls(case), shape.dense_bytes)
-        bench.rows[-2]["speedup_over_dense"] = dense_us / sparse_us
-        print(f"{name} {shape.context} x {shape.batch}: {dense_us / sparse_us:.2f} x dense")
+    moved = score_bytes + shape.selected_bytes
+    bench.add(f"{name}: step", shape, calls, moved, dense_us=dense_us)
     if unit == 1:
         bench.add("plan_decode", shape, [partial(case.run_plan, "triton")] * 8, 0)
+
+
+def bench_sketches(bench: Bench, shape: Shape) -> None:
+    """Scores by the sketch where pages lie anywhere, and by sketches of other formats."""
+    for title, other in {
+        "scattered pages": replace(shape, scattered=True),
+        "int4": replace(shape, sketch="int4"),
+        "int8": replace(shape, sketch="int8"),
+    }.items():
+        case = Case(other, 2 if shape.batch > 1 else 8, 1, torch.device("cuda"))
+        case.check()
+        case.plan.refresh.zero_()
+        row = CHANNELS * (0.5 if other.sketch == "int4" else 1) + 4 + 4 / BLOCK_UNITS
+        row += 0 if other.sketch == "fp8" else 4  # the scale of a token
+        moved = other.batch * other.heads * other.context * row
+        calls = [partial(case.score, layer) for layer in case.layers]
+        bench.add(f"sparcas: score, {title}", shape, calls, moved)
+        del case, calls
+        torch.cuda.empty_cache()
 
 
 def bench_update(bench: Bench, *, layers: int, batch: int, new_tokens: int) -> None:
@@ -192,42 +226,3 @@ def commit() -> str:
         ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
     )
     return done.stdout.strip() or "unknown"
-
-
-def main() -> None:
-    """Run the benchmark and write the report; a wrong kernel ends it before it is timed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
-    parser.add_argument("--quick", action="store_true", help="one small shape, few replays")
-    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--no-dense", action="store_true", help="run without FlashInfer")
-    args = parser.parse_args()
-    bench = Bench(replays=5 if args.quick else 20)
-    print(f"device copy: {bench.bandwidth / 1e12:.2f} TB/s", flush=True)
-    contexts, batches = ([32_768], [1]) if args.quick else ([32_768, 131_072], args.batches)
-    begin = time.monotonic()
-    try:
-        for context in contexts:
-            for batch in batches:
-                for name in UNITS:
-                    shape = Shape(context=context, batch=batch)
-                    bench_step(bench, name, shape, dense=not args.no_dense)
-                    torch.cuda.empty_cache()
-        for batch in (1, 16):
-            bench_update(bench, layers=32, batch=batch, new_tokens=1)
-        bench_update(bench, layers=32, batch=1, new_tokens=8192)
-    finally:
-        report = {
-            "device": torch.cuda.get_device_name(),
-            "commit": args.commit or commit(),
-            "versions": versions(),
-            "copy_bytes_per_second": bench.bandwidth,
-            "seconds": time.monotonic() - begin,
-            "rows": bench.rows,
-        }
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

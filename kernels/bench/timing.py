@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing by CUDA graph replay, and the bandwidth that times are held against."""
 
+import re
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -39,6 +40,28 @@ def time_calls(calls: Sequence[Callable[[], None]], replays: int) -> dict[str, f
         "us_p10": times[len(times) // 10],
         "us_p90": times[-1 - len(times) // 10],
     }
+
+
+def launches(calls: Sequence[Callable[[], None]]) -> list[dict[str, float | str]]:
+    """Kernels of all ``calls`` by name: launches a call, and median microseconds of a launch.
+
+    Read off a profile of calls that are launched one by one, not as a graph.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in profiler.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = re.sub(r"\(anonymous namespace\)::|^void ", "", event.name)
+            times.setdefault(re.sub(r"[<(].*", "", name), []).append(event.time_range.elapsed_us())
+    return [
+        {"name": name, "launches": len(each) / len(calls), "us": statistics.median(each)}
+        for name, each in times.items()
+    ]
 
 
 def copy_bandwidth(size: int = 2**32, replays: int = 10) -> float:

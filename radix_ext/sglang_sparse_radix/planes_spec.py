@@ -13,7 +13,12 @@ from typing import Final
 
 import torch
 
-from sglang_sparse_kernels.planes import SKETCH_DTYPES, SketchFormat
+from sglang_sparse_kernels.planes import (
+    SKETCH_DTYPES,
+    SketchFormat,
+    has_scale,
+    tokens_per_element,
+)
 
 ALLOWED_PAGE_SIZES: Final = (16, 32, 64)
 ALLOWED_LOGICAL_PAGES: Final = (16, 32, 64)
@@ -30,8 +35,9 @@ class PlaneSpec:
         page_mean: keep `page_mean_low` and `page_mean_high`, of the same shape and dtype: the ends
             of each logical page's cuboid-mean digest.
         logical_page: tokens that an entry of these covers; divides the physical page size P.
-        key_sketch: element type of the dimension-major `key_sketch`, `[L, pages, H, D, P]`, or None
-            for no sketch. `"int8"` adds `key_sketch_scale`, float32 `[L, pages, H, P]`.
+        key_sketch: format of the dimension-major `key_sketch`, `[L, runs, H, D, 128]`, or None for
+            no sketch. A run is 128 / P pages; `"int4"` holds two tokens a byte. Integers add
+            `key_sketch_scale`, float32 `[L, pages, H, P]`.
 
     Raises:
         ValueError: one line naming the field, its value and what is allowed.
@@ -113,8 +119,9 @@ class PlaneSpec:
         if pairs:
             total += pairs * 2 * (page_size // self.logical_page) * row * kv_dtype.itemsize
         if self.sketch_dtype is not None:
-            total += page_size * row * self.sketch_dtype.itemsize
-        if self.key_sketch == "int8":
+            elements = page_size // tokens_per_element(self.sketch_dtype)
+            total += elements * row * self.sketch_dtype.itemsize
+        if self.sketch_dtype is not None and has_scale(self.sketch_dtype):
             total += page_size * head_num * torch.float32.itemsize
         return total
 

@@ -14,6 +14,7 @@ import torch
 
 _FP8_MAX = 448.0
 _INT8_MAX = 127.0
+_INT4_MAX = 7.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,11 @@ def expected_planes(
         return out
     keys = rows.permute(0, 2, 3, 1)  # [N, H, D, P]
     seen = written[:, None, None, :]
-    if sketch_dtype == torch.int8:
-        scale = keys.float().abs().amax(2) / _INT8_MAX  # [N, H, P]
+    if sketch_dtype in (torch.int8, torch.uint8):
+        most = _INT8_MAX if sketch_dtype == torch.int8 else _INT4_MAX
+        scale = keys.float().abs().amax(2) / most  # [N, H, P]
         safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+        # Of 4 bits, one integer a byte: `compare_planes` unpacks what is stored.
         out["key_sketch"] = (torch.round(keys.float() / safe[:, :, None]).to(torch.int8), seen)
         out["key_sketch_scale"] = (scale, written[:, None, :])
     elif sketch_dtype == torch.float8_e4m3fn:
@@ -127,6 +130,8 @@ def compare_planes(
         for name, plane in planes.items():
             values, mask = expected[name]
             per_page = plane[layer]
+            if name == "key_sketch":
+                per_page = _sketch_pages(per_page, page_size)
             if name.startswith("page_"):
                 per_page = per_page.view(-1, page_size // logical_page, *per_page.shape[1:])
             if name.startswith("page_mean"):
@@ -140,6 +145,16 @@ def compare_planes(
                     PlaneMismatch(name, layer, int(pages[row]), int(wrong[row].sum().item()))
                 )
     return found
+
+
+def _sketch_pages(plane: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[pages, H, D, P] of a layer's sketch, whose runs of tokens span pages; 4 bits as int8."""
+    runs, heads, dim, elements = plane.shape
+    packed = plane.dtype == torch.uint8
+    part = page_size // 2 if packed else page_size
+    by_page = plane.view(runs, heads, dim, elements // part, part).permute(0, 3, 1, 2, 4)
+    paged = by_page.reshape(-1, heads, dim, part)
+    return torch.cat((paged & 15, paged >> 4), -1).to(torch.int8) - 8 if packed else paged
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

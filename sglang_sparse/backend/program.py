@@ -271,6 +271,7 @@ def _scorer(
             key_sketch=planes.key_sketch[local],
             scale=None if scale is None else scale[local],
             channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
+            page_size=pool.page_size,
             reduce=score.reduce,
             impl=impl,
         )

@@ -91,8 +91,8 @@ class KeySketchScorer:
     """Partial q.k over the channels where the group's queries are largest (SparCas, section 3.4).
 
     Attributes:
-        key_sketch: [pages, kv_heads, head_dim, page_size] of this layer.
-        scale: fp32 [pages, kv_heads, page_size] for int8 sketches, else None.
+        key_sketch: [runs, kv_heads, head_dim, tokens a run] of this layer.
+        scale: fp32 [pages, kv_heads, page_size] for sketches of integers, else None.
         channels: int32 [request slots, kv_heads, D_b], the channels each request reads until its
             next refresh.
     """
@@ -100,6 +100,7 @@ class KeySketchScorer:
     key_sketch: torch.Tensor
     scale: torch.Tensor | None
     channels: torch.Tensor
+    page_size: int
     reduce: Reduce
     impl: Impl
 
@@ -123,6 +124,7 @@ class KeySketchScorer:
             self.scale,
             plan,
             choose_channels=True,
+            page_size=self.page_size,
             reduce=self.reduce,
             out=out,
             block_max=block_max,

@@ -197,7 +197,7 @@ class KeySketch(Choice):
         le=MAX_COUNT,
         description="U: decode steps between two choices of the channels.",
     )
-    storage: Literal["fp8", "int8", "bf16"] = Field(
+    storage: Literal["fp8", "int8", "int4", "bf16"] = Field(
         default="fp8", description="Element type of the dimension-major copy of the keys."
     )
     reduce: Literal["max", "sum"] = Field(

@@ -19,6 +19,7 @@ Kind = Literal["dense", "window", "oracle", "sparcas", "page_minmax", "page_mean
 KINDS: tuple[Kind, ...] = ("dense", "window", "oracle", "sparcas", "page_minmax", "page_mean")
 Reduce = Literal["max", "sum"]
 Pool = Literal["group", "heads"]
+Storage = Literal["bf16", "fp8", "int8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,14 @@ class Policy:
 
     Attributes:
         kind: ``dense``, ``window`` (sinks and recent tokens), ``oracle`` (exact top-k), ``sparcas``
-            (pruned query channels over an fp8 copy of K), ``page_minmax`` (Quest's bound) or
+            (pruned query channels over a rounded copy of K), ``page_minmax`` (Quest's bound) or
             ``page_mean`` (ArkVale's cuboid-mean).
         budget: Tokens kept for each KV head, sinks and recent ones included; with ``epsilon`` the
             most that are kept.
         sink, recent: Always kept.
         channels: Channels that SparCas scores with, for each KV head.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
+        storage: What SparCas' copy of K is rounded to; integers have a scale a token and head.
         dense_layers: First layers that stay dense.
         anchors: Layers that select for themselves and those after them; all do if empty. The first
             one attends to everything all the same.
@@ -53,6 +55,7 @@ class Policy:
     channels: int = 16
     page: int = 16
     reduce: Reduce = "max"
+    storage: Storage = "fp8"
     dense_layers: int = 0
     anchors: tuple[int, ...] = ()
     head_maps: tuple[tuple[int, ...], ...] = ()
@@ -103,6 +106,17 @@ def oracle_scores(q: Tensor, k: Tensor, lengths: Tensor) -> Tensor:
     scores = logits(q, k) * q.shape[-1] ** -0.5
     valid = torch.arange(k.shape[2], device=k.device)[None] < lengths[:, None]
     return scores.masked_fill(~valid[:, None, None], -torch.inf).softmax(-1).mean(2)
+
+
+def stored(k: Tensor, storage: Storage) -> Tensor:
+    """``k [..., D]`` after a round trip through the sketch's storage, in its own dtype."""
+    if storage == "fp8":
+        return k.to(torch.float8_e4m3fn).to(k.dtype)
+    if storage == "bf16":
+        return k.bfloat16().to(k.dtype)
+    most = 127 if storage == "int8" else 7
+    scale = (k.float().abs().amax(-1, keepdim=True) / most).clamp_min(1e-30)
+    return ((k.float() / scale).round() * scale).to(k.dtype)
 
 
 def sparcas_scores(q: Tensor, k8: Tensor, channels: int, reduce: Reduce) -> Tensor:
@@ -209,7 +223,8 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
         if policy.pool == "heads":
             scores = scores.mean(1, keepdim=True).expand_as(scores)
     else:
-        k8 = k.to(torch.float8_e4m3fn).to(k.dtype) if cache.k8 is None else cache.k8
+        kept = cache.k8 if policy.storage == "fp8" else None
+        k8 = stored(k, policy.storage) if kept is None else kept
         scores = sparcas_scores(q, k8, policy.channels, policy.reduce)
     return keep_best(scores, always, valid, policy.budget)
 

@@ -20,6 +20,7 @@ from scripts import LOADTEST
 import arrivals  # isort: skip
 import capacity  # isort: skip
 import client  # isort: skip
+import crossover  # isort: skip
 import report  # isort: skip
 import scenarios  # isort: skip
 import soak  # isort: skip
@@ -250,3 +251,13 @@ def test_the_page_holds_a_table_plots_and_every_trial(tmp_path: Path) -> None:
     assert "&lt;what&gt;" in page
     with pytest.raises(ValueError, match="no report"):
         report.write_report(tmp_path / "nothing")
+
+
+def test_the_crossover_lies_where_the_last_loss_ends() -> None:
+    dense = {(1000, 1): 5.0, (8000, 1): 5.0, (16000, 1): 6.0, (32000, 1): 7.0}
+    late = {(1000, 1): 4.0, (8000, 1): 7.0, (16000, 1): 7.0, (32000, 1): 6.0}
+    assert crossover.crossover(dense, late, 1) == 24000
+    assert crossover.rounded_up(24000) == 24576
+    assert crossover.crossover(dense, dict.fromkeys(dense, 4.0), 1) == 0
+    assert crossover.crossover(dense, dict.fromkeys(dense, 8.0), 1) is None
+    assert crossover.crossover(dense, late, 2) is None

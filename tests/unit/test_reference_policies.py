@@ -16,10 +16,11 @@ from sglang_sparse.reference.policies import (
     kept_share,
     page_means,
     page_planes,
+    stored,
 )
 from sglang_sparse_kernels.attend.reference import gathered_decode_attention_reference
 from sglang_sparse_kernels.plan import DecodePlan
-from sglang_sparse_kernels.planes import cuboid_mean
+from sglang_sparse_kernels.planes import SKETCH_DTYPES, cuboid_mean, quantize_sketch
 from sglang_sparse_kernels.progressive.reference import (
     progressive_decode_attention_reference,
     rank_units_reference,
@@ -89,7 +90,9 @@ def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
     select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
     sketch = paged(k).to(torch.float8_e4m3fn).view(-1, PAGE, GROUPS, DIM).permute(0, 2, 3, 1)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    sketch_score_reference(q, channels, sketch.contiguous(), None, plan, reduce=reduce, out=scores)
+    sketch_score_reference(
+        q, channels, sketch.contiguous(), None, plan, page_size=PAGE, reduce=reduce, out=scores
+    )
     expected = reference_output(q, k, v, scores, unit=1)
     # The kernels attend to the current token beside the budget; the study counts it in.
     policy = Policy("sparcas", KEPT + 1, SINK, RECENT + 1, CHANNELS, reduce=reduce)  # type: ignore[arg-type]
@@ -213,3 +216,13 @@ def test_bad_policies_are_refused() -> None:
         Policy("quest")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="budget 40 is under"):
         Policy("oracle", 40)
+
+
+@pytest.mark.parametrize("storage", ["fp8", "int8", "int4", "bf16"])
+def test_the_study_rounds_keys_as_the_planes_do(storage: str) -> None:
+    keys = torch.randn(5, 2, DIM, generator=torch.Generator().manual_seed(3))
+    dtype = SKETCH_DTYPES[storage]
+    sketch, scale = quantize_sketch(keys, dtype)
+    values = sketch.float() - (8 if storage == "int4" else 0)
+    want = values if scale is None else values * scale[..., None]
+    torch.testing.assert_close(stored(keys, storage), want)  # type: ignore[arg-type]

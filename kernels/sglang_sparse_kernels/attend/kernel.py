@@ -12,9 +12,36 @@ from ..plan import DecodePlan
 from ..triton_ops import cast, dot
 from .types import num_splits
 
-TILE_TOKENS = 128
-STAGES = 2
 WARPS = 4
+
+
+def _tile(split_tokens: int) -> tuple[int, int]:
+    """(tokens a tile, stages) for splits of so many tokens."""
+    return (64, 4) if split_tokens <= 64 else (128, 2)
+
+
+@triton.jit
+def _rows(
+    p_list,
+    p_table,
+    first,
+    last,
+    tail,
+    tail_tokens,
+    counted,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """(KV rows, whether attended to) [BN] of the tokens from ``first`` on, below ``last``."""
+    o_n = first + tl.arange(0, BN)
+    m_tail, m_n = o_n < tail_tokens, o_n < last
+    o_l = o_n - tail_tokens
+    b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
+    b_pos = tl.where(m_tail, tail + o_n, b_unit * UNIT + o_l % UNIT)
+    m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
+    b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0)
+    return b_page * PAGE + b_pos % PAGE, m_n
 
 
 @triton.jit
@@ -78,19 +105,16 @@ def attend_split_kernel(
     b_sum = tl.zeros((BG,), tl.float32)
     p_table = page_table + i_r.to(tl.int64) * stride_table
     p_list = indices + i_l * capacity
+    b_row, m_n = _rows(p_list, p_table, first, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
-        o_n = i_n + tl.arange(0, BN)
-        m_tail, m_n = o_n < tail_tokens, o_n < last
-        o_l = o_n - tail_tokens
-        # [BN]
-        b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
-        b_pos = tl.where(m_tail, tail + o_n, b_unit * UNIT + o_l % UNIT)
-        m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
-        # [BN]
-        b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0).to(tl.int64)
-        o_kv = ((b_page * PAGE + b_pos % PAGE) * H + i_h) * D
+        o_kv = (b_row.to(tl.int64) * H + i_h) * D
+        m_kv = m_n
+        # Where the next tile lies is looked up while this one is on its way.
+        b_row, m_n = _rows(
+            p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, BN, UNIT, PAGE
+        )
         # [BN, D]
-        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
         if HAS_CAP:
@@ -99,7 +123,7 @@ def attend_split_kernel(
             b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
         else:
             b_s *= scale_log2
-        b_s = tl.where(m_n[None, :], b_s, float("-inf"))
+        b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         # A tile whose rows are all masked must not turn -inf - -inf into NaN.
         b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
@@ -108,7 +132,7 @@ def attend_split_kernel(
         b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
         b_max = b_new
         # [BN, D]
-        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
     if SPLITS == 1:
@@ -124,7 +148,14 @@ def attend_split_kernel(
 
 
 @triton.jit
-def merge_splits_kernel(partial, lse, out, D: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr):
+def merge_splits_kernel(
+    partial,
+    lse,
+    out,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BS: tl.constexpr,
+):
     i_q = tl.program_id(0).to(tl.int64)
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     # [BS]
@@ -166,6 +197,7 @@ def gathered_decode_attention_triton(
     group = group_size(query_heads, heads)
     capacity = indices.shape[2]
     splits = num_splits(rows, heads, capacity * unit, q.device)
+    tile, stages = _tile(triton.cdiv(capacity * unit, splits))
     partials = rows * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
@@ -200,10 +232,10 @@ def gathered_decode_attention_triton(
         D=dim,
         PAGE=page_size,
         UNIT=unit,
-        BN=TILE_TOKENS,
+        BN=tile,
         SPLITS=splits,
         HAS_CAP=logit_cap > 0,
-        STAGES=STAGES,
+        STAGES=stages,
         num_warps=WARPS,
     )
     if splits > 1:

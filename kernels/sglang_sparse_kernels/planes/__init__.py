@@ -2,15 +2,33 @@
 """Metadata planes beside the KV rows, and their update where K was written."""
 
 from .api import update_planes
-from .reference import cuboid_mean, dequantize_sketch, quantize_sketch
-from .types import SKETCH_DTYPES, PlaneBuffers, SketchFormat
+from .reference import (
+    by_page,
+    cuboid_mean,
+    dequantize_sketch,
+    quantize_sketch,
+    sketch_values,
+)
+from .types import (
+    SKETCH_DTYPES,
+    PlaneBuffers,
+    SketchFormat,
+    has_scale,
+    pages_per_run,
+    tokens_per_element,
+)
 
 __all__ = [
     "SKETCH_DTYPES",
     "PlaneBuffers",
     "SketchFormat",
+    "by_page",
     "cuboid_mean",
     "dequantize_sketch",
+    "has_scale",
+    "pages_per_run",
     "quantize_sketch",
+    "sketch_values",
+    "tokens_per_element",
     "update_planes",
 ]

@@ -7,7 +7,13 @@ import torch
 
 from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from .reference import update_planes_reference
-from .types import SKETCH_DTYPES, PlaneBuffers
+from .types import (
+    RUN_TOKENS,
+    SKETCH_DTYPES,
+    PlaneBuffers,
+    has_scale,
+    tokens_per_element,
+)
 
 
 def _check_planes(planes: PlaneBuffers, layers: int, heads: int, dim: int, page_size: int) -> None:
@@ -26,12 +32,12 @@ def _check_planes(planes: PlaneBuffers, layers: int, heads: int, dim: int, page_
         check_shape("a plane of logical pages", plane, (layers, entries[0].shape[1], heads, dim))
     if planes.key_sketch is not None:
         check_dtype("key_sketch", planes.key_sketch, *SKETCH_DTYPES.values())
-        check_shape("key_sketch", planes.key_sketch, (layers, -1, heads, dim, page_size))
-        pages = planes.key_sketch.shape[1]
-        if planes.key_sketch.dtype == torch.int8:
+        elements = RUN_TOKENS // tokens_per_element(planes.key_sketch.dtype)
+        check_shape("key_sketch", planes.key_sketch, (layers, -1, heads, dim, elements))
+        if has_scale(planes.key_sketch.dtype):
             if planes.key_sketch_scale is None:
-                raise ValueError("an int8 key_sketch needs key_sketch_scale")
-            check_shape("key_sketch_scale", planes.key_sketch_scale, (layers, pages, heads, -1))
+                raise ValueError("a key_sketch of integers needs key_sketch_scale")
+            check_shape("key_sketch_scale", planes.key_sketch_scale, (layers, -1, heads, page_size))
 
 
 def update_planes(

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..triton_ops import cast
-from .types import FP8_MAX, INT8_MAX, PlaneBuffers
+from .types import FP8_MAX, INT4_MAX, INT4_ZERO, INT8_MAX, PlaneBuffers
 
 
 def _sketch_tile(max_new_tokens: int, page_size: int) -> tuple[int, int]:
@@ -51,6 +51,44 @@ def _round_to_e4m3(b_x):
 
 
 @triton.jit
+def _store_nibble(p_s, b_code, o_d, m_d, o_p, HALF: tl.constexpr, RUN: tl.constexpr):
+    """Write one token's codes [1, BD] into the halves of bytes that it shares with another."""
+    # [BD, 1]
+    p_s += o_d[:, None] * RUN + (o_p % HALF)[None, :]
+    b_shift = (o_p // HALF * 4)[None, :]
+    b_old = tl.load(p_s, mask=m_d[:, None], other=0).to(tl.int32)
+    b_new = (b_old & (240 >> b_shift)) | (tl.trans(b_code) << b_shift)
+    tl.store(p_s, b_new.to(tl.uint8), mask=m_d[:, None])
+
+
+@triton.jit
+def _store_nibbles(
+    p_s,
+    b_code,
+    o_d,
+    m_d,
+    tile,
+    first,
+    last,
+    BD: tl.constexpr,
+    HALF: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """Write a page's codes [2 * HALF, BD]; tokens outside of [first, last) keep theirs."""
+    # [BD, HALF] each
+    b_low, b_high = tl.split(tl.permute(tl.reshape(b_code, (2, HALF, BD)), (2, 1, 0)))
+    o_h = tl.arange(0, HALF)
+    m_low = ((tile + o_h >= first) & (tile + o_h < last))[None, :]
+    m_high = ((tile + HALF + o_h >= first) & (tile + HALF + o_h < last))[None, :]
+    p_s += o_d[:, None] * RUN + o_h[None, :]
+    if (tile < first) | (tile + 2 * HALF > last):
+        b_old = tl.load(p_s, mask=m_d[:, None], other=0).to(tl.int32)
+        b_low = tl.where(m_low, b_low, b_old & 15)
+        b_high = tl.where(m_high, b_high, b_old >> 4)
+    tl.store(p_s, (b_low | (b_high << 4)).to(tl.uint8), mask=m_d[:, None])
+
+
+@triton.jit
 def update_sketch_kernel(
     keys,
     k_ptrs,
@@ -60,15 +98,18 @@ def update_sketch_kernel(
     start,
     end,
     stride_table,
+    num_runs,
     num_pages,
     fp8_max,
-    int8_max,
+    int_max,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
     PAGE: tl.constexpr,
     BT: tl.constexpr,
+    RUN: tl.constexpr,
     FORMAT: tl.constexpr,
+    ZERO: tl.constexpr,
 ):
     i_t, i_r = tl.program_id(0), tl.program_id(1)
     i_l, i_h = tl.program_id(2) // H, tl.program_id(2) % H
@@ -89,20 +130,31 @@ def update_sketch_kernel(
         entry = (i_l.to(tl.int64) * num_pages + page) * H + i_h
         if FORMAT == "fp8":
             b_k = _round_to_e4m3(tl.minimum(tl.maximum(b_k, -fp8_max), fp8_max))
-        elif FORMAT == "int8":
-            b_scale = tl.div_rn(tl.max(tl.abs(b_k), 1), int8_max)
+        elif FORMAT == "int8" or FORMAT == "int4":
+            b_scale = tl.div_rn(tl.max(tl.abs(b_k), 1), int_max)
             b_safe = tl.where(b_scale > 0, b_scale, 1.0)
             b_k = tl.div_rn(b_k, b_safe[:, None] + tl.zeros_like(b_k))
             b_k = _round_half_even(b_k, tl.full((), 1.0, tl.float32))
             tl.store(key_sketch_scale + entry * PAGE + o_p, b_scale, mask=m_t)
-        # [BD, BT], tokens innermost
-        p_s = key_sketch + entry * (D * PAGE) + o_d[:, None] * PAGE + o_p[None, :]
-        b_s = cast(tl.trans(b_k), key_sketch.dtype.element_ty)
-        if (tile >= first) & (tile + BT <= last):
-            # No mask over tokens: whole rows of a page are written in wide stores.
-            tl.store(p_s, b_s, mask=m_d[:, None])
+        # A page's part of its run; a channel further is a run further.
+        PART: tl.constexpr = PAGE // 2 if FORMAT == "int4" else PAGE
+        run = i_l.to(tl.int64) * num_runs + page // (RUN // PART)
+        p_s = key_sketch + (run * H + i_h) * (D * RUN) + page % (RUN // PART) * PART
+        if FORMAT == "int4":
+            b_code = b_k.to(tl.int32) + ZERO
+            if BT == 1:
+                _store_nibble(p_s, b_code, o_d, m_d, o_p, PART, RUN)
+            else:
+                _store_nibbles(p_s, b_code, o_d, m_d, tile, first, last, BD, PART, RUN)
         else:
-            tl.store(p_s, b_s, mask=m_d[:, None] & m_t[None, :])
+            # [BD, BT], tokens innermost
+            p_s += o_d[:, None] * RUN + o_p[None, :]
+            b_s = cast(tl.trans(b_k), key_sketch.dtype.element_ty)
+            if (tile >= first) & (tile + BT <= last):
+                # No mask over tokens: whole rows of a page are written in wide stores.
+                tl.store(p_s, b_s, mask=m_d[:, None])
+            else:
+                tl.store(p_s, b_s, mask=m_d[:, None] & m_t[None, :])
 
 
 @triton.jit
@@ -158,7 +210,12 @@ def update_logical_pages_kernel(
             tl.store(page_mean_high + o_e, b_high, mask=m_d)
 
 
-_FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.bfloat16: "bf16"}
+_FORMATS = {
+    torch.float8_e4m3fn: "fp8",
+    torch.int8: "int8",
+    torch.uint8: "int4",
+    torch.bfloat16: "bf16",
+}
 
 
 def update_planes_triton(
@@ -187,14 +244,17 @@ def update_planes_triton(
             end,
             page_table.stride(0),
             planes.key_sketch.shape[1],
+            0 if planes.key_sketch_scale is None else planes.key_sketch_scale.shape[1],
             FP8_MAX,
-            INT8_MAX,
+            INT8_MAX if planes.key_sketch.dtype == torch.int8 else INT4_MAX,
             H=heads,
             D=dim,
             BD=next_power_of_2(dim),
             PAGE=page_size,
             BT=tile,
+            RUN=planes.key_sketch.shape[4],
             FORMAT=_FORMATS[planes.key_sketch.dtype],
+            ZERO=INT4_ZERO,
             num_warps=warps,
         )
     bounds = planes.page_mean_low if planes.page_min is None else planes.page_min

@@ -6,34 +6,67 @@ from collections.abc import Sequence
 import torch
 
 from ..common import accumulate_dtype
-from .types import FP8_MAX, INT8_MAX, PlaneBuffers
+from .types import (
+    FP8_MAX,
+    INT4_MAX,
+    INT4_ZERO,
+    INT8_MAX,
+    PlaneBuffers,
+    has_scale,
+    tokens_per_element,
+)
 
 
 def quantize_sketch(
     keys: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys [..., D] in the sketch's ``dtype``, with the int8 scale [...] float32 or None.
+    """Keys [..., D] in the sketch's ``dtype``, with the scale of integers [...] float32 or None.
 
-    fp8 saturates at +-448; int8 is symmetric per token and head, rounding halves to even.
+    fp8 saturates at +-448; integers are symmetric per token and head, rounding halves to even.
+    Those of 4 bits (uint8) come one a byte, plus 8.
     """
     if dtype == torch.float8_e4m3fn:
         return keys.clamp(-FP8_MAX, FP8_MAX).to(dtype), None
-    if dtype == torch.int8:
+    if has_scale(dtype):
+        most, zero = (INT8_MAX, 0) if dtype == torch.int8 else (INT4_MAX, INT4_ZERO)
         keys = keys.float()
         largest = keys.abs().amax(-1)
         # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
-        scale = largest / torch.full_like(largest, INT8_MAX)
+        scale = largest / torch.full_like(largest, most)
         safe = torch.where(scale > 0, scale, 1.0)
-        return (keys / safe[..., None]).round().to(dtype), scale
+        return ((keys / safe[..., None]).round() + zero).to(dtype), scale
     return keys.to(dtype), None
 
 
+def by_page(sketch: torch.Tensor, page_size: int) -> torch.Tensor:
+    """A view [..., runs, pages a run, H, D, P] of a sketch [..., runs, H, D, tokens a run].
+
+    In 4 bits the last axes have half as many elements.
+    """
+    elements = page_size // tokens_per_element(sketch.dtype)
+    return sketch.unflatten(-1, (-1, elements)).movedim(-2, -4)
+
+
+def sketch_values(sketch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sketch [..., P], or [..., P / 2] of 4 bits, in ``dtype`` [..., P], without its scale."""
+    if sketch.dtype != torch.uint8:
+        return sketch.to(dtype)
+    return torch.cat((sketch & 15, sketch >> 4), -1).to(dtype) - INT4_ZERO
+
+
 def dequantize_sketch(
-    sketch: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype
+    sketch: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype, page_size: int
 ) -> torch.Tensor:
-    """Sketch [..., D, P] in ``dtype``, times the scale [..., P] where there is one."""
-    values = sketch.to(dtype)
-    return values if scale is None else values * scale.to(dtype)[..., None, :]
+    """The sketch of a layer as [pages, H, D, P] in ``dtype``, times its scale if there is one.
+
+    Args:
+        sketch: [runs, H, D, tokens a run], as in :class:`PlaneBuffers`.
+        scale: [pages, H, P] or None.
+        dtype: of the result.
+        page_size: P.
+    """
+    values = sketch_values(by_page(sketch, page_size), dtype).flatten(0, 1)
+    return values if scale is None else values[: len(scale)] * scale.to(dtype)[..., None, :]
 
 
 def cuboid_mean(keys: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +100,19 @@ def _flat_ranges(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, 
     return rows, start.long()[rows] + within
 
 
+def _store_nibbles(
+    plane: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor, codes: torch.Tensor
+) -> None:
+    """Write 4-bit ``codes`` [N, H, D] of tokens at ``offsets`` of ``pages`` to a view by page."""
+    half = plane.shape[-1]
+    for high in (False, True):
+        some = (offsets >= half) == high
+        run, page = pages[some] // plane.shape[1], pages[some] % plane.shape[1]
+        at = (run, page, slice(None), slice(None), offsets[some] % half)
+        old, new = plane[at], codes[some]
+        plane[at] = (old & 15) | (new << 4) if high else (old & 240) | new
+
+
 def _update_sketch(
     k_layers: Sequence[torch.Tensor],
     planes: PlaneBuffers,
@@ -81,11 +127,14 @@ def _update_sketch(
     offsets = positions % page_size
     for layer, keys in enumerate(k_layers):
         sketch, scale = quantize_sketch(keys[pages * page_size + offsets], planes.key_sketch.dtype)
-        plane = planes.key_sketch[layer]
+        plane = by_page(planes.key_sketch[layer], page_size)
         if plane.dtype == torch.float8_e4m3fn:
             # Indexed writes of fp8 are not implemented everywhere; the bytes are the same.
             plane, sketch = plane.view(torch.uint8), sketch.view(torch.uint8)
-        plane[pages, :, :, offsets] = sketch
+        if plane.dtype == torch.uint8 and planes.key_sketch.dtype == torch.uint8:
+            _store_nibbles(plane, pages, offsets, sketch)
+        else:
+            plane[pages // plane.shape[1], pages % plane.shape[1], :, :, offsets] = sketch
         if scale is not None:
             assert planes.key_sketch_scale is not None
             planes.key_sketch_scale[layer, pages, :, offsets] = scale

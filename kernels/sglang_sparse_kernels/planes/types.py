@@ -6,15 +6,38 @@ from typing import Literal
 
 import torch
 
-SketchFormat = Literal["fp8", "int8", "bf16"]
+SketchFormat = Literal["fp8", "int8", "int4", "bf16"]
 
 SKETCH_DTYPES: dict[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int4": torch.uint8,
     "bf16": torch.bfloat16,
 }
 FP8_MAX = 448.0
 INT8_MAX = 127.0
+INT4_MAX = 7.0
+INT4_ZERO = 8
+"""What is added to a 4-bit integer before it is stored."""
+
+
+RUN_TOKENS = 128
+"""Tokens of one channel that lie side by side, so that memory is read in runs of 128 bytes."""
+
+
+def pages_per_run(page_size: int) -> int:
+    """Physical pages, neighbours by number, whose keys of a channel lie side by side."""
+    return RUN_TOKENS // page_size
+
+
+def has_scale(dtype: torch.dtype) -> bool:
+    """Whether a sketch of this element type goes with a scale for each token."""
+    return dtype in (torch.int8, torch.uint8)
+
+
+def tokens_per_element(dtype: torch.dtype) -> int:
+    """Tokens in one element of a sketch of this element type."""
+    return 2 if dtype == torch.uint8 else 1
 
 
 @dataclass(frozen=True)
@@ -28,9 +51,12 @@ class PlaneBuffers:
         page_max: the same shape and dtype, largest key of a logical page.
         page_mean_low, page_mean_high: the same shape and dtype, ends of the cuboid-mean digest of a
             logical page (:func:`cuboid_mean`).
-        key_sketch: [L, pages, H, D, P], float8_e4m3fn, int8 or bfloat16: K of a page with the
-            token axis innermost, so that one channel of a page is contiguous.
-        key_sketch_scale: [L, pages, H, P] float32, scale of each token, for int8 alone.
+        key_sketch: [L, runs, H, D, 128], float8_e4m3fn, int8 or bfloat16: K with the token axis
+            innermost, so that one channel of a page is contiguous, and beside that of the page's
+            neighbours: a run holds 128 / P pages, and :func:`by_page` finds them. In 4 bits it is
+            uint8 [L, runs, H, D, 64]: tokens t and t + P / 2 of a page in the low and high half of
+            a byte, plus 8.
+        key_sketch_scale: [L, pages, H, P] float32, scale of each token, for integers alone.
         logical_page: tokens a logical page (u).
     """
 
@@ -60,7 +86,10 @@ class PlaneBuffers:
     ) -> "PlaneBuffers":
         """Zeroed planes of ``num_pages`` physical pages, padding pages counted in."""
         bounds = (num_layers, num_pages * (page_size // logical_page), num_heads, head_dim)
-        sketch = (num_layers, num_pages, num_heads, head_dim, page_size)
+        dtype = None if key_sketch is None else SKETCH_DTYPES[key_sketch]
+        elements = 0 if dtype is None else RUN_TOKENS // tokens_per_element(dtype)
+        runs = -(-num_pages // pages_per_run(page_size))
+        sketch = (num_layers, runs, num_heads, head_dim, elements)
         scale = (num_layers, num_pages, num_heads, page_size)
 
         def per_logical_page(kept: bool) -> torch.Tensor | None:
@@ -71,15 +100,11 @@ class PlaneBuffers:
             page_max=per_logical_page(page_minmax),
             page_mean_low=per_logical_page(page_mean),
             page_mean_high=per_logical_page(page_mean),
-            key_sketch=(
-                torch.zeros(sketch, dtype=SKETCH_DTYPES[key_sketch], device=device)
-                if key_sketch
-                else None
-            ),
+            key_sketch=None if dtype is None else torch.zeros(sketch, dtype=dtype, device=device),
             key_sketch_scale=(
-                torch.zeros(scale, dtype=torch.float32, device=device)
-                if key_sketch == "int8"
-                else None
+                None
+                if dtype is None or not has_scale(dtype)
+                else torch.zeros(scale, dtype=torch.float32, device=device)
             ),
             logical_page=logical_page,
         )

@@ -16,7 +16,7 @@ from ..common import (
     group_size,
 )
 from ..plan import DecodePlan
-from ..planes import SKETCH_DTYPES
+from ..planes import SKETCH_DTYPES, has_scale, tokens_per_element
 from ..select import padded_blocks
 from .reference import (
     page_bounds_reference,
@@ -85,6 +85,7 @@ def sketch_score(
     key_sketch_scale: torch.Tensor | None,
     plan: DecodePlan,
     *,
+    page_size: int,
     reduce: Reduce,
     out: torch.Tensor,
     block_max: torch.Tensor | None = None,
@@ -100,9 +101,11 @@ def sketch_score(
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
         channels: int32 [list rows, H, D_b], from :func:`select_channels`, or written here.
-        key_sketch: [pages, H, D, P] float8_e4m3fn, int8 or bfloat16, one layer.
-        key_sketch_scale: float32 [pages, H, P] for int8, else None.
+        key_sketch: [runs, H, D, tokens a run] float8_e4m3fn, int8 or bfloat16, or half as many
+            uint8 for 4-bit integers (:class:`PlaneBuffers`), one layer.
+        key_sketch_scale: float32 [pages, H, P] for integers, else None.
         plan: R rows; page_table, tail_start, k_units, reselect, refresh and list_rows are read.
+        page_size: tokens a physical page (P): 16, 32 or 64.
         reduce: "max" or "sum" over the group.
         out: float32 [R, H, max_units], max_units >= tail_start.
         block_max: float32 [R, H, padded_blocks(max_units)], optional; "triton" writes the largest
@@ -121,17 +124,25 @@ def sketch_score(
     check_shape("key_sketch", key_sketch, (-1, heads, q.shape[2], -1))
     check_dtype("key_sketch", key_sketch, *SKETCH_DTYPES.values(), torch.float64)
     check_contiguous("key_sketch", key_sketch)
-    if key_sketch.shape[3] not in _PAGE_SIZES:
-        raise ValueError(f"page size {key_sketch.shape[3]} is not one of {_PAGE_SIZES}")
-    if (key_sketch.dtype == torch.int8) != (key_sketch_scale is not None):
-        raise ValueError("key_sketch_scale goes with an int8 key_sketch, and only with it")
+    run = key_sketch.shape[3] * tokens_per_element(key_sketch.dtype)
+    if page_size not in _PAGE_SIZES or run % page_size:
+        raise ValueError(f"page_size={page_size} is not one of {_PAGE_SIZES} that divide {run}")
+    if has_scale(key_sketch.dtype) != (key_sketch_scale is not None):
+        raise ValueError("key_sketch_scale goes with a key_sketch of integers, and only with it")
     check_shape("channels", channels, (-1, heads, -1))
     check_shape("out", out, (rows, heads, -1))
     if impl == "torch":
         if choose_channels:
             select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
         sketch_score_reference(
-            q, channels, key_sketch, key_sketch_scale, plan, reduce=reduce, out=out
+            q,
+            channels,
+            key_sketch,
+            key_sketch_scale,
+            plan,
+            page_size=page_size,
+            reduce=reduce,
+            out=out,
         )
         return
     check_dtype("out", out, torch.float32)
@@ -146,6 +157,7 @@ def sketch_score(
         key_sketch,
         key_sketch_scale,
         plan,
+        page_size=page_size,
         reduce=reduce,
         out=out,
         block_max=block_max,

@@ -17,8 +17,8 @@ from ..triton_ops import dot
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 2048
-SKETCH_CTAS_PER_SM = 3
-SKETCH_WARPS = 4
+SKETCH_CTAS_PER_SM = 2
+SKETCH_WARPS = 8
 MINMAX_TILE_UNITS = 64
 MINMAX_CTAS_PER_SM = 3
 MINMAX_WARPS = 4
@@ -108,6 +108,53 @@ def _join(b_a, b_b, SUM: tl.constexpr):
 
 
 @triton.jit
+def _score_piece(
+    p_s,
+    kept,
+    weights,
+    m_j,
+    i_piece: tl.constexpr,
+    G: tl.constexpr,
+    KEPT: tl.constexpr,
+    BP: tl.constexpr,
+    PIECE: tl.constexpr,
+    RUN: tl.constexpr,
+    SUM: tl.constexpr,
+    SUMS: tl.constexpr,
+    NIBBLES: tl.constexpr,
+):
+    """Joined scores [BP, PIECE] of the heads, before scales; ``p_s`` is their channel 0."""
+    b_score = tl.full((BP, PIECE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS)
+    for i_g in tl.static_range(0, G, 4):
+        # Four heads at a time: their sums and a channel's keys fit in registers.
+        b_0 = tl.zeros((BP, PIECE), SUMS)
+        b_1, b_2, b_3 = b_0, b_0, b_0
+        for i_c in tl.static_range(KEPT):
+            # [BP, PIECE]
+            b_k = tl.load(p_s + kept[i_c] * RUN, mask=m_j, other=0.0)
+            if NIBBLES:
+                # The fp16 number 1024 + n has the bits of n under its exponent's.
+                b_n = ((b_k.to(tl.int16) >> (4 * i_piece)) & 15) | 0x6400
+                b_k = b_n.to(tl.float16, bitcast=True) - 1032.0
+            b_k = b_k.to(SUMS)
+            b_0 += weights[i_g * KEPT + i_c] * b_k
+            if i_g + 1 < G:
+                b_1 += weights[(i_g + 1) * KEPT + i_c] * b_k
+            if i_g + 2 < G:
+                b_2 += weights[(i_g + 2) * KEPT + i_c] * b_k
+            if i_g + 3 < G:
+                b_3 += weights[(i_g + 3) * KEPT + i_c] * b_k
+        b_score = _join(b_score, b_0, SUM)
+        if i_g + 1 < G:
+            b_score = _join(b_score, b_1, SUM)
+        if i_g + 2 < G:
+            b_score = _join(b_score, b_2, SUM)
+        if i_g + 3 < G:
+            b_score = _join(b_score, b_3, SUM)
+    return b_score
+
+
+@triton.jit
 def store_scores(
     out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -149,6 +196,7 @@ def sketch_score_kernel(
     PAGE: tl.constexpr,
     BP: tl.constexpr,
     BLOCK: tl.constexpr,
+    RUN: tl.constexpr,
     ALIGN: tl.constexpr,
     SUM: tl.constexpr,
     CHOOSE: tl.constexpr,
@@ -188,61 +236,47 @@ def sketch_score_kernel(
         base = tl.program_id(0).to(tl.int64)
         o_out = tl.multiple_of(base * width, ALIGN)
         p_table = page_table + i_r.to(tl.int64) * stride_table
-        o_p = tl.arange(0, PAGE)
+        NIBBLES: tl.constexpr = key_sketch.dtype.element_ty == tl.uint8
+        # Tokens of a page that are scored at a time: those in the same half of a byte.
+        PIECE: tl.constexpr = PAGE // 2 if NIBBLES else PAGE
+        o_c = tl.arange(0, PIECE)
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BP * PAGE), tl.num_programs(1)):
             o_j = i_t * BP + tl.arange(0, BP)
             m_j = (o_j * PAGE < n)[:, None]
             # [BP]
             b_page = tl.load(p_table + o_j, mask=o_j * PAGE < n, other=0).to(tl.int64)
             b_entry = (b_page * H + i_h)[:, None]
-            p_s = key_sketch + b_entry * (D * PAGE) + o_p[None, :]
-            b_score = tl.full(
-                (BP, PAGE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS
-            )
-            for i_g in tl.static_range(0, G, 4):
-                # Four heads at a time: their sums and a channel's keys fit in registers.
-                b_0 = tl.zeros((BP, PAGE), SUMS)
-                b_1, b_2, b_3 = b_0, b_0, b_0
-                for i_c in tl.static_range(KEPT):
-                    # [BP, PAGE]
-                    b_k = tl.load(p_s + kept[i_c] * PAGE, mask=m_j, other=0.0).to(SUMS)
-                    b_0 += weights[i_g * KEPT + i_c] * b_k
-                    if i_g + 1 < G:
-                        b_1 += weights[(i_g + 1) * KEPT + i_c] * b_k
-                    if i_g + 2 < G:
-                        b_2 += weights[(i_g + 2) * KEPT + i_c] * b_k
-                    if i_g + 3 < G:
-                        b_3 += weights[(i_g + 3) * KEPT + i_c] * b_k
-                b_score = _join(b_score, b_0, SUM)
-                if i_g + 1 < G:
-                    b_score = _join(b_score, b_1, SUM)
-                if i_g + 2 < G:
-                    b_score = _join(b_score, b_2, SUM)
-                if i_g + 3 < G:
-                    b_score = _join(b_score, b_3, SUM)
-            b_score = b_score.to(tl.float32) * q_scale
-            if key_sketch_scale is not None:
-                # [BP, PAGE]
-                b_score *= tl.load(
-                    key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
+            # A page's part of its run; a channel further is a run further.
+            b_run = (b_page // (RUN // PIECE) * H + i_h) * (D * RUN)
+            p_s = key_sketch + (b_run + b_page % (RUN // PIECE) * PIECE)[:, None] + o_c[None, :]
+            for i_piece in tl.static_range(PAGE // PIECE):
+                b_score = _score_piece(
+                    p_s, kept, weights, m_j, i_piece, G, KEPT, BP, PIECE, RUN, SUM, SUMS, NIBBLES
                 )
-            # NaN would rank first; as -inf it ranks last.
-            b_score = tl.where(b_score == b_score, b_score, float("-inf"))
-            p_o = out + o_out + (i_t * BP * PAGE)
-            o_t = tl.arange(0, BP)[:, None] * PAGE + o_p[None, :]
-            left = n - i_t * BP * PAGE
-            if left >= BP * PAGE:
-                tl.store(p_o + o_t, b_score)
-            else:
-                tl.store(p_o + o_t, b_score, mask=o_t < left)
-            if block_max is not None:
-                b_score = tl.where(o_t < left, b_score, float("-inf"))
-                # [BP, PAGE / BLOCK]
-                b_max = tl.max(tl.reshape(b_score, (BP, PAGE // BLOCK, BLOCK)), 2)
-                o_b = tl.arange(0, BP)[:, None] * (PAGE // BLOCK)
-                o_b += tl.arange(0, PAGE // BLOCK)[None, :]
-                p_b = block_max + base * blocks + i_t * (BP * PAGE // BLOCK)
-                tl.store(p_b + o_b, b_max, mask=o_b * BLOCK < left)
+                b_score = b_score.to(tl.float32) * q_scale
+                o_p = i_piece * PIECE + o_c
+                if key_sketch_scale is not None:
+                    # [BP, PIECE]
+                    b_score *= tl.load(
+                        key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
+                    )
+                # NaN would rank first; as -inf it ranks last.
+                b_score = tl.where(b_score == b_score, b_score, float("-inf"))
+                p_o = out + o_out + (i_t * BP * PAGE)
+                o_t = tl.arange(0, BP)[:, None] * PAGE + o_p[None, :]
+                left = n - i_t * BP * PAGE
+                if left >= BP * PAGE:
+                    tl.store(p_o + o_t, b_score)
+                else:
+                    tl.store(p_o + o_t, b_score, mask=o_t < left)
+                if block_max is not None:
+                    b_score = tl.where(o_t < left, b_score, float("-inf"))
+                    # [BP, PIECE / BLOCK]
+                    b_max = tl.max(tl.reshape(b_score, (BP, PIECE // BLOCK, BLOCK)), 2)
+                    o_b = tl.arange(0, BP)[:, None] * (PAGE // BLOCK) + i_piece * (PIECE // BLOCK)
+                    o_b += tl.arange(0, PIECE // BLOCK)[None, :]
+                    p_b = block_max + base * blocks + i_t * (BP * PAGE // BLOCK)
+                    tl.store(p_b + o_b, b_max, mask=o_b * BLOCK < left)
 
 
 @triton.jit
@@ -348,6 +382,7 @@ def sketch_score_triton(
     key_sketch_scale: torch.Tensor | None,
     plan: DecodePlan,
     *,
+    page_size: int,
     reduce: str,
     out: torch.Tensor,
     block_max: torch.Tensor | None,
@@ -355,11 +390,16 @@ def sketch_score_triton(
 ) -> None:
     """Launch :func:`sketch_score_kernel`: programs of a row and head take its tiles in turn."""
     rows, query_heads, dim = q.shape
-    _, heads, _, page_size = key_sketch.shape
+    heads = key_sketch.shape[1]
     kept = channels.shape[2]
     group = group_size(query_heads, heads)
     tile = min(SKETCH_TILE_TOKENS, max(page_size, next_power_of_2(out.shape[2])))
     tiles = triton.cdiv(out.shape[2], tile)
+    if key_sketch.dtype == torch.uint8 and tiles > _splits(
+        rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device
+    ):
+        # Half of a tile is scored at a time, so programs that take several take longer ones.
+        tile, tiles = 2 * tile, triton.cdiv(tiles, 2)
     splits = _splits(rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device)
     sketch_score_kernel[(rows * heads, splits)](
         q,
@@ -387,6 +427,7 @@ def sketch_score_triton(
         PAGE=page_size,
         BP=tile // page_size,
         BLOCK=BLOCK_UNITS,
+        RUN=key_sketch.shape[3],
         ALIGN=math.gcd(out.shape[2], 16),
         SUM=reduce == "sum",
         CHOOSE=choose_channels,

@@ -5,6 +5,7 @@ import torch
 
 from ..common import accumulate_dtype, group_size
 from ..plan import DecodePlan
+from ..planes import by_page, sketch_values
 
 
 def select_channels_reference(
@@ -40,20 +41,26 @@ def sketch_score_reference(
     key_sketch_scale: torch.Tensor | None,
     plan: DecodePlan,
     *,
+    page_size: int,
     reduce: str,
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.sketch_score`."""
-    _, heads, _, page_size = key_sketch.shape
+    heads = key_sketch.shape[1]
     group = group_size(q.shape[1], heads)
     acc = accumulate_dtype(q.dtype)
     head = torch.arange(heads, device=q.device)[:, None]
-    raw = key_sketch.view(torch.uint8) if key_sketch.dtype == torch.float8_e4m3fn else key_sketch
+    paged = by_page(key_sketch, page_size)
+    raw = paged.view(torch.uint8) if paged.dtype == torch.float8_e4m3fn else paged
+    in_run = paged.shape[1]
     for row in _scored_rows(plan):
         tokens = int(plan.tail_start[row])
         pages = plan.page_table[row, : -(-tokens // page_size)].long()
         kept = channels[plan.list_rows[row].long()].long()
-        keys = raw[pages[:, None, None], head, kept].view(key_sketch.dtype).to(acc)
+        pages_of_heads = pages[:, None, None]
+        keys = raw[pages_of_heads // in_run, pages_of_heads % in_run, head, kept]
+        keys = keys.view(key_sketch.dtype)
+        keys = sketch_values(keys, acc)
         query = q[row].view(heads, group, -1).to(acc)
         query = query.gather(2, kept[:, None, :].expand(-1, group, -1))
         partial = torch.einsum("hgc,nhcp->hgnp", query, keys)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
-from .search import load_units, rankable, store_winners, winners
+from .search import load_units, rankable, search_winners, store_in_order
 from .stream import is_streamed, stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
 
@@ -59,6 +59,13 @@ def block_max_kernel(
 
 
 @triton.jit
+def _forced(below, start, n):
+    """How many of n are forced: those before ``below`` and those from ``start`` on."""
+    below = tl.minimum(below, n)
+    return below + n - tl.maximum(start, below)
+
+
+@triton.jit
 def _prune(
     p_max,
     p_blocks,
@@ -81,8 +88,9 @@ def _prune(
     # With nothing recent to force, the last block is free whole.
     free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
     b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n, CLEAN)
-    b_win, floor = winners(b_s, o_b, float("-inf"), num_blocks - 1, k, BT)
-    store_winners(p_blocks, b_win, o_b, 0, k)
+    forced = _forced(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
+    b_win, floor = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
+    store_in_order(p_blocks, b_win, tl.arange(0, BT // C) * C, k, BT // C, C)
     return floor
 
 
@@ -110,8 +118,10 @@ def _take(
     b_block = tl.where(pruned & m_b, b_block, tl.where(m_b, o_b, tl.cdiv(n, BLOCK)))
     # [BT / BLOCK, BLOCK]
     b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
-    b_win, _ = winners(b_s, o_u, floor, n - 1, k, BT)
-    store_winners(p_out, b_win, o_u, 0, k)
+    forced = _forced(forced_below, free_below, n)
+    b_win, _ = search_winners(b_s, o_u, floor, forced, n - 1, k, BT)
+    b_base = tl.gather(b_block * BLOCK, o_b, 0)
+    store_in_order(p_out, b_win, b_base, k, BT // BLOCK, BLOCK)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+# Until few are left, or for so many steps, bounds may lie between scores: those steps cost less.
+SNAP_AT, SNAP_AFTER = tl.constexpr(24), tl.constexpr(6)
 
 
 @triton.jit
@@ -45,27 +47,48 @@ def _count_reaching(b_s, score, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _probe(lo, hi, weight_lo, weight_hi, step):
-    """Next key to count at: where the log of the count, linear in the score, would meet k.
-
-    Every sixth step halves the range of keys instead, which bounds the steps of any distribution.
-    """
-    halved = (lo & hi) + ((lo ^ hi) >> 1) + 1
-    score_lo, score_hi = score_of(lo), score_of(hi)
-    score = score_lo + (score_hi - score_lo) * (weight_lo / (weight_lo + weight_hi))
-    guess = tl.minimum(tl.maximum(key_of(score), lo + 1), hi)
-    usable = (step % 6 != 5) & (tl.abs(score) <= FLOAT32_MAX)
-    return tl.where(usable, guess, halved)
+def _count_both(b_s, score, other, SIZE: tl.constexpr):
+    """How many of ``SIZE`` scores reach ``score``, and how many ``other``, from one sum."""
+    tl.static_assert(SIZE <= 32768)
+    b_less = ((b_s - score).to(tl.int32, bitcast=True) >> 31) & 1
+    b_less |= ((b_s - other).to(tl.int32, bitcast=True) >> 31) & 0x10000
+    less = tl.sum(b_less)
+    return SIZE - (less & 0xFFFF), SIZE - ((less >> 16) & 0xFFFF)
 
 
 @triton.jit
-def _log_ratio(count, k):
-    return tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k)
+def _middle(lo, hi):
+    return (lo & hi) + ((lo ^ hi) >> 1) + 1
+
+
+@triton.jit
+def _probes(lo, hi, count_lo, count_hi, k, step):
+    """Next two keys to count at, either side of where the log of the count would meet k.
+
+    It is taken to be linear in the score. Every fourth step halves the range of keys instead, which
+    bounds the steps of any distribution.
+    """
+    half = _middle(lo, hi)
+    score_lo, score_hi = score_of(lo), score_of(hi)
+    log_k = tl.log2(k.to(tl.float32))
+    weight_lo = tl.abs(tl.log2(tl.maximum(count_lo.to(tl.float32), 0.5)) - log_k)
+    weight_hi = tl.abs(tl.log2(tl.maximum(count_hi.to(tl.float32), 0.5)) - log_k)
+    part = weight_lo / (weight_lo + weight_hi)
+    spread = tl.where(step == 0, 0.1, 0.05)
+    below = tl.maximum(part - spread, part * 0.5)
+    above = tl.minimum(part + spread, part * 0.5 + 0.5)
+    first = score_lo + (score_hi - score_lo) * below
+    second = score_lo + (score_hi - score_lo) * above
+    usable = (step % 4 != 3) & (tl.abs(first) <= FLOAT32_MAX) & (tl.abs(second) <= FLOAT32_MAX)
+    first = tl.where(usable, key_of(first), _middle(lo, half))
+    first = tl.minimum(tl.maximum(first, lo + 1), hi)
+    second = tl.minimum(tl.maximum(tl.where(usable, key_of(second), half), first), hi)
+    return first, second
 
 
 @triton.jit
 def _cut_ties(b_tie, last, ties, need):
-    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie."""
+    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie; others are INT_MAX."""
     lo = tl.full((), -1, tl.int32)
     hi = last
     count_lo = tl.full((), 0, tl.int32)
@@ -77,8 +100,12 @@ def _cut_ties(b_tie, last, ties, need):
         guess = tl.where(step % 4 == 3, (lo + hi) >> 1, guess)
         guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
         count = -tl.sum((b_tie - guess - 1) >> 31)
-        lo = tl.where(count == need, guess - 1, tl.where(count > need, lo, guess))
-        hi = tl.where(count >= need, guess, hi)
+        # Both ends move on to a tie, so that few ties take few steps however far they lie apart.
+        if count >= need:
+            hi = tl.max(tl.where(b_tie <= guess, b_tie, -1))
+            lo = tl.where(count == need, hi - 1, lo)
+        else:
+            lo = tl.min(tl.where(b_tie > guess, b_tie, 2147483647)) - 1
         count_lo = tl.where(count < need, count, count_lo)
         count_hi = tl.where(count >= need, count, count_hi)
         step += 1
@@ -93,33 +120,36 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
     that at least k reach, or -inf.
     """
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
-    finite = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
-    low = tl.minimum(tl.maximum(finite, floor), FLOAT32_MAX)
+    return search_winners(b_s, b_i, floor, forced, last, k, SIZE)
+
+
+@triton.jit
+def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
+    """As :func:`winners` with the count of scores that are +inf; from k on it may be too high."""
+    low = floor
+    if floor == float("-inf"):
+        low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
+    low = tl.minimum(low, FLOAT32_MAX)
     high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
     count_lo = _count_reaching(b_s, low, SIZE)
     count_hi = forced
     lo = key_of(low)
     searched = (forced < k) & (count_lo > k)
     hi = tl.where(searched, key_of(high), lo)
-    weight_lo = tl.abs(_log_ratio(count_lo, k))
-    weight_hi = tl.abs(_log_ratio(forced, k))
-    side = tl.full((), 0, tl.int32)
     step = tl.full((), 0, tl.int32)
     while lo < hi:
-        middle = _probe(lo, hi, weight_lo, weight_hi, step)
-        count = _count_reaching(b_s, score_of(middle), SIZE)
-        weight = tl.abs(_log_ratio(count, k))
-        # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
-        up = count >= k
-        moved = tl.where(up, 1, -1)
-        stale = tl.where(moved == side, 0.5, 1.0)
-        weight_lo = tl.where(up, weight, weight_lo * stale)
-        weight_hi = tl.where(up, weight_hi * stale, weight)
-        count_lo = tl.where(up, count, count_lo)
-        count_hi = tl.where(up, count_hi, count)
-        lo = tl.where(up, middle, lo)
-        hi = tl.where(count == k, middle, tl.where(up, hi, middle - 1))
-        side = moved
+        first, second = _probes(lo, hi, count_lo, count_hi, k, step)
+        count, other = _count_both(b_s, score_of(first), score_of(second), SIZE)
+        hi = tl.where(other >= k, hi, tl.where(count >= k, second - 1, first - 1))
+        count_hi = tl.where(other >= k, count_hi, tl.where(count >= k, other, count))
+        lo = tl.where(other >= k, second, tl.where(count >= k, first, lo))
+        count_lo = tl.where(other >= k, other, tl.where(count >= k, count, count_lo))
+        if count_lo == k:
+            hi = lo
+        elif (count_lo - count_hi <= SNAP_AT) | (step >= SNAP_AFTER):
+            # On to scores that exist, so that the search ends where the k-th best one is tied.
+            lo = key_of(tl.min(tl.where(b_s >= score_of(lo), b_s, float("inf"))))
+            hi = key_of(tl.max(tl.where(b_s < score_of(hi + 1), b_s, float("-inf"))))
         step += 1
 
     above = count_hi
@@ -149,6 +179,27 @@ def store_winners(p_out, b_win, b_i, taken, k):
     o_w = b_first[:, None] + tl.cumsum(b_won, 1) - 1
     tl.store(p_out + o_w, b_i, mask=b_win & (o_w < k))
     return taken + tl.sum(b_wins)
+
+
+@triton.jit
+def store_in_order(p_out, b_win, b_base, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write the k indices ``b_base[r] + c`` of the winners ``b_win[r, c]``, row by row.
+
+    A row's winners, at most 16, become the bits of one word, so that rows are ranked and stored
+    instead of elements. ``b_base`` has been through a gather too, or needs none.
+    """
+    b_bits = tl.sum(b_win.to(tl.int32) << tl.arange(0, COLUMNS)[None, :], 1)
+    # One move to the layout that stores take; left alone, the compiler moves what each stores.
+    b_bits = tl.gather(b_bits, tl.arange(0, ROWS), 0)
+    b_wins = b_bits - ((b_bits >> 1) & 0x5555)
+    b_wins = (b_wins & 0x3333) + ((b_wins >> 2) & 0x3333)
+    b_wins = (b_wins + (b_wins >> 4)) & 0x0F0F
+    b_wins = (b_wins + (b_wins >> 8)) & 0x1F
+    b_to = tl.cumsum(b_wins, 0) - b_wins
+    for i_c in tl.static_range(COLUMNS):
+        b_bit = (b_bits >> i_c) & 1
+        tl.store(p_out + b_to, b_base + i_c, mask=(b_bit != 0) & (b_to < k))
+        b_to += b_bit
 
 
 @triton.jit

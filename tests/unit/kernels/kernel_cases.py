@@ -193,10 +193,12 @@ class Guarded:
 
 
 def poison(planes: PlaneBuffers) -> None:
-    """Fill every plane with NaN (int8: an arbitrary code)."""
+    """Fill every plane with NaN (integers: an arbitrary code)."""
     for plane in planes.tensors().values():
         if plane.dtype == torch.int8:
             plane.fill_(-128)
+        elif plane.dtype == torch.uint8:
+            plane.fill_(0x0F)
         elif plane.dtype == torch.float8_e4m3fn:
             plane.view(torch.uint8).fill_(0x7F)
         else:

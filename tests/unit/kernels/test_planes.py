@@ -9,8 +9,9 @@ from error_budget import UNIT_ROUNDOFF, dot_rounding
 from kernel_cases import DEVICE, Batch, poison
 
 from sglang_sparse_kernels import PlaneBuffers, quantize_sketch, update_planes
+from sglang_sparse_kernels.planes import by_page, sketch_values
 
-SKETCHES = ("fp8", "int8", "bf16")
+SKETCHES = ("fp8", "int8", "int4", "bf16")
 
 
 def fresh_planes(batch: Batch, sketch: str | None, mean: bool = False) -> PlaneBuffers:
@@ -67,9 +68,19 @@ def test_reference_equals_a_loop_over_tokens(sketch: str) -> None:
                 if position < first:
                     continue
                 quantized, scale = quantize_sketch(keys, want.key_sketch.dtype)
+                if sketch == "int4":
+                    byte = by_page(want.key_sketch, 32)[
+                        layer, page // 4, page % 4, ..., offset % 16
+                    ]
+                    low, high = byte & 15, byte >> 4
+                    low, high = (quantized, high) if offset < 16 else (low, quantized)
+                    byte.copy_(low + 16 * high)
+                    want.key_sketch_scale[layer, page, :, offset] = scale
+                    continue
                 byte = want.key_sketch.element_size()
                 view = torch.uint8 if byte == 1 else torch.int16
-                want.key_sketch.view(view)[layer, page, :, :, offset] = quantized.view(view)
+                paged = by_page(want.key_sketch, 32).view(view)
+                paged[layer, page // 4, page % 4, ..., offset] = quantized.view(view)
                 if scale is not None:
                     want.key_sketch_scale[layer, page, :, offset] = scale
     for name, plane in as_bytes(planes).items():
@@ -115,7 +126,7 @@ def test_decode_after_prefill_equals_recomputation(impl: str, sketch: str) -> No
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("sketch", ["fp8", "int8"])
+@pytest.mark.parametrize("sketch", ["fp8", "int8", "int4"])
 def test_extreme_keys_saturate_and_zero_keys_stay_zero(impl: str, sketch: str) -> None:
     batch = Batch([16], page_size=16, seed=1)
     page = int(batch.plan.page_table[0, 0])
@@ -124,13 +135,14 @@ def test_extreme_keys_saturate_and_zero_keys_stay_zero(impl: str, sketch: str) -
     rows[1, :, :8] = torch.tensor([448.0, -448, 460, 1e4, -1e4, 464, 1e-3, -2e-3], device=DEVICE)
     planes = fresh_planes(batch, sketch)
     update(batch, planes, [0], [16], impl)
-    stored = planes.key_sketch[0, page].float()
+    stored = sketch_values(by_page(planes.key_sketch, 16)[0, 0, page], torch.float32)
     assert not stored.isnan().any()
     assert (stored[..., 0] == 0).all()
     if sketch == "fp8":
         assert stored[0, :6, 1].tolist() == [448, -448, 448, 448, -448, 448]
     else:
-        assert (stored[0, 3, 1], stored[0, 4, 1]) == (127, -127)
+        most = 127 if sketch == "int8" else 7
+        assert (stored[0, 3, 1], stored[0, 4, 1]) == (most, -most)
         assert planes.key_sketch_scale[0, page, 0, 0] == 0
 
 

@@ -104,7 +104,7 @@ def test_scoring_may_choose_the_channels_itself(impl: str, reselect_every: int) 
     want, _ = outputs(batch, 1)
     got, _ = outputs(batch, 1)
     select_channels(batch.q, apart, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
-    options = {"reduce": "max", "impl": impl}
+    options = {"page_size": 64, "reduce": "max", "impl": impl}
     sketch_score(batch.q, apart, planes.key_sketch[0], None, plan, out=want, **options)
     sketch_score(
         batch.q, together, planes.key_sketch[0], None, plan,
@@ -157,7 +157,7 @@ def naive_sketch_scores(
     shape = (len(batch.lengths), batch.heads, score_width(batch, 1))
     exact, magnitude = (torch.zeros(shape, dtype=torch.float64, device=DEVICE) for _ in range(2))
     scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
-    dense = dequantize_sketch(planes.key_sketch[0], scale, torch.float64)
+    dense = dequantize_sketch(planes.key_sketch[0], scale, torch.float64, batch.page_size)
     for row in range(len(batch.lengths)):
         if plan.k_units[row] == 0:
             continue
@@ -175,7 +175,7 @@ def naive_sketch_scores(
     return exact, magnitude
 
 
-@pytest.mark.parametrize("sketch", ["fp8", "int8", "bf16"])
+@pytest.mark.parametrize("sketch", ["fp8", "int8", "int4", "bf16"])
 @pytest.mark.parametrize(("shape", "reduce"), [(SHAPES[0], "max"), (SHAPES[2], "sum")])
 def test_sketch_reference_equals_a_loop_over_tokens(sketch: str, shape: tuple, reduce: str) -> None:
     batch = make_batch(shape)
@@ -186,7 +186,7 @@ def test_sketch_reference_equals_a_loop_over_tokens(sketch: str, shape: tuple, r
     scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
     sketch_score(
         batch.q, channels, planes.key_sketch[0], scale, batch.plan,
-        reduce=reduce, out=scores, impl="torch",
+        page_size=batch.page_size, reduce=reduce, out=scores, impl="torch",
     )  # fmt: skip
     slack = dot_rounding(magnitude, 16 * batch.group)
     for row in range(len(batch.lengths)):
@@ -200,7 +200,7 @@ def float64_sketch_scores(
     batch: Batch, planes: PlaneBuffers, channels: torch.Tensor, reduce: str, absolute: bool
 ) -> torch.Tensor:
     scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
-    dense = dequantize_sketch(planes.key_sketch[0], scale, torch.float64)
+    dense = dequantize_sketch(planes.key_sketch[0], scale, torch.float64, batch.page_size)
     query = batch.q.double()
     out = torch.zeros(
         (len(batch.lengths), batch.heads, score_width(batch, 1)),
@@ -209,14 +209,17 @@ def float64_sketch_scores(
     )
     if absolute:
         query, dense = query.abs(), dense.abs()
-    sketch_score(query, channels, dense, None, batch.plan, reduce=reduce, out=out, impl="torch")
+    sketch_score(
+        query, channels, dense, None, batch.plan,
+        page_size=batch.page_size, reduce=reduce, out=out, impl="torch",
+    )  # fmt: skip
     return out
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("sketch", "reduce", "kept", "reselect_every"),
-    [("fp8", "max", 16, 1), ("int8", "sum", 16, 3), ("bf16", "max", 20, 1), ("fp8", "sum", 7, 2)],
+    [("fp8", "max", 16, 1), ("int8", "sum", 16, 3), ("bf16", "max", 20, 1), ("int4", "max", 7, 2)],
 )
 def test_sketch_kernel_is_within_its_rounding_of_float64(
     shape: tuple, sketch: str, reduce: str, kept: int, reselect_every: int
@@ -228,7 +231,7 @@ def test_sketch_kernel_is_within_its_rounding_of_float64(
     scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
     sketch_score(
         batch.q, channels, planes.key_sketch[0], scale, batch.plan,
-        reduce=reduce, out=scores, block_max=block_max, impl="triton",
+        page_size=batch.page_size, reduce=reduce, out=scores, block_max=block_max, impl="triton",
     )  # fmt: skip
     exact = float64_sketch_scores(batch, planes, channels, reduce, absolute=False)
     magnitude = float64_sketch_scores(batch, planes, channels, reduce, absolute=True)
@@ -255,7 +258,7 @@ def test_sketch_scores_are_within_the_error_budget_of_an_eager_product(
     scores, _ = outputs(batch, 1)
     sketch_score(
         batch.q, channels, planes.key_sketch[0], scale, batch.plan,
-        reduce="max", out=scores, impl="triton",
+        page_size=batch.page_size, reduce="max", out=scores, impl="triton",
     )  # fmt: skip
     exact = float64_sketch_scores(batch, planes, channels, "max", absolute=False)
     written = scores != UNTOUCHED

@@ -65,7 +65,10 @@ class Decoder:
             select_channels(
                 batch.q, self.channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl
             )
-            sketch_score(batch.q, self.channels, self.planes.key_sketch[0], None, plan, **options)
+            sketch_score(
+                batch.q, self.channels, self.planes.key_sketch[0], None, plan,
+                page_size=batch.page_size, **options,
+            )  # fmt: skip
         else:
             page_minmax_score(
                 batch.q, self.planes.page_min[0], self.planes.page_max[0], plan,

@@ -14,6 +14,7 @@ SPECS = (
     PlaneSpec(page_minmax=True),
     PlaneSpec(key_sketch="fp8"),
     PlaneSpec(key_sketch="int8"),
+    PlaneSpec(key_sketch="int4"),
     PlaneSpec(page_minmax=True, key_sketch="bf16"),
     PlaneSpec(page_mean=True, page_minmax=True),
 )
@@ -40,15 +41,15 @@ def test_a_page_that_no_whole_number_of_blocks_fills_is_refused():
 def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
     with pytest.raises(ValueError, match="logical_page is 8; allowed: 16, 32 or 64"):
         PlaneSpec(logical_page=8)
-    with pytest.raises(ValueError, match="key_sketch is 'int4'; allowed: None, 'fp8', 'int8' or"):
-        PlaneSpec(key_sketch="int4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="key_sketch is 'int3'; allowed: None, 'fp8', 'int8', "):
+        PlaneSpec(key_sketch="int3")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, dtype):
-    layers, heads, dim, pages = 3, 2, 64, 5
+    layers, heads, dim, pages = 3, 2, 64, 8  # whole runs of the sketch
     planes = PlaneBuffers.allocate(
         num_layers=layers,
         num_pages=pages,

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from sglang_sparse_kernels.planes import by_page
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class, extra_cell_bytes
 
@@ -90,7 +91,7 @@ def test_planes_that_the_spec_leaves_out_are_not_allocated():
 
 def test_plane_bytes_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="sglang_sparse_radix.pool"):
-        make_pool(PlaneSpec(key_sketch="fp8"), page_size=P, num_pages=2)
+        make_pool(PlaneSpec(key_sketch="fp8"), page_size=P, num_pages=7)
     assert "KV planes are allocated. planes: key_sketch" in caplog.text
     assert "25.0% on top of K and V" in caplog.text
 
@@ -101,7 +102,7 @@ def test_unused_pages_hold_zeros_never_nan():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("sketch", [None, "fp8", "int8", "bf16"])
+@pytest.mark.parametrize("sketch", [None, "fp8", "int8", "int4", "bf16"])
 def test_update_makes_planes_equal_recomputation(dtype, sketch):
     spec = PlaneSpec(page_minmax=True, page_mean=True, key_sketch=sketch)
     pool = make_pool(spec, page_size=P, num_pages=8, dtype=dtype)
@@ -117,12 +118,13 @@ def test_verification_finds_any_single_corrupted_entry():
     fill(pool, page_table, [32])
     pages = torch.tensor([2, 4])
     for name, plane in pool.planes.tensors().items():
-        flat = plane[1, 4].view(-1)
-        before = flat[3].clone()
-        flat[3] = before + 1
+        paged = name == "key_sketch"
+        entry = by_page(plane[1], P)[0, 4, 0, 0] if paged else plane[1, 4].view(-1)
+        before = entry[3].clone()
+        entry[3] = before + 1
         wrong = pool.verify_planes(pages)
         assert [(w.plane, w.layer, w.page, w.wrong_entries) for w in wrong] == [(name, 1, 4, 1)]
-        flat[3] = before
+        entry[3] = before
     assert pool.verify_planes(pages) == []
 
 
@@ -164,7 +166,7 @@ def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, config
     sizing.kv_cache_dtype_str = "auto"
     cell = sizing._compute_cell_size(configurator, LAYERS)
     cell += extra_cell_bytes(spec, configurator, LAYERS)
-    pool = make_pool(spec, page_size=P, num_pages=9)
+    pool = make_pool(spec, page_size=P, num_pages=15)  # with the padding page whole runs
     assert sum(pool.get_kv_size_bytes()) == cell * pool.num_pages * P
 
 

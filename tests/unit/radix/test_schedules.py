@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 from radix_harness import VOCAB, MemorySide, UpdatePlanes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_sparse_kernels.planes import by_page
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
 SPECS = (
@@ -238,7 +239,12 @@ def flips_one_entry(side, update):
         page = int(arguments[0][0, 0])
         for name, plane in side.pool.planes.tensors().items():
             entry = page * (side.page_size // 16) if name in ("page_min", "page_max") else page
-            first = plane[-1, entry].view(-1)[:1].view(torch.uint8)
+            if name == "key_sketch":
+                pages = by_page(plane[-1], side.page_size)
+                first = pages[page // pages.shape[1], page % pages.shape[1], 0, 0, :1]
+            else:
+                first = plane[-1, entry].view(-1)[:1]
+            first = first.view(torch.uint8)
             first[-1] ^= 0x40
 
     return mutant
