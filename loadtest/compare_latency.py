@@ -76,8 +76,10 @@ def output_of(*command: str) -> str | None:
 
 
 def gpu(field: str) -> str | None:
-    """One field of `nvidia-smi`, of the first GPU."""
-    return output_of("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
+    """One field of `nvidia-smi`, of the GPU that the servers run on."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    query = f"--query-gpu={field}"
+    return output_of("nvidia-smi", f"--id={first}", query, "--format=csv,noheader,nounits")
 
 
 @contextmanager
