@@ -30,7 +30,11 @@ KEPT = {
 }
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 ALL_TILES = TILES | {"fraction": 1.0}
-ONE_LIST = {"score": {"kind": "exact", "pool": "heads"}}
+ONE_LIST = {
+    "score": {"kind": "exact", "pool": "heads"},
+    "budget": {"kind": "tokens", "tokens": 32768},
+    "min_sparse_tokens": 64,
+}
 WHOLE_MASS = {
     "budget": {"epsilon": 1.0, "cap": 32768},
     "min_sparse_tokens": 64,
@@ -107,7 +111,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             *SPARSE,
             "kascade",
-            *("--sparse-config", json.dumps(EVERYTHING | ONE_LIST | {"prefill": ALL_TILES})),
+            *("--sparse-config", json.dumps(ONE_LIST | {"prefill": ALL_TILES})),
             *("--chunked-prefill-size", "4096"),
             "--disable-cuda-graph",
         ],
