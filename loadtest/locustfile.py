@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import gevent
 from gevent.lock import Semaphore
 from locust import User, events, task
 from locust.env import Environment
+from locust.user.task import LOCUST_STATE_STOPPING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -98,14 +100,20 @@ class SparseUser(User):
         gevent.sleep(self.conversations.think_seconds())
 
     def _arrive(self, rate: float, seed: int) -> None:
-        running, before = [], 0.0
+        running, begin = [], time.monotonic()
         try:
             for at in poisson(rate, _HOUR, seed):
-                gevent.sleep(at - before)
-                before = at
+                while (left := begin + at - time.monotonic()) > 0 and not self._stopping():
+                    gevent.sleep(min(left, 0.2))
+                if self._stopping():
+                    break
                 running.append(gevent.spawn(self._converse))
+            gevent.joinall(running)  # as long as --stop-timeout lets them
         finally:
             gevent.killall(running)
+
+    def _stopping(self) -> bool:
+        return bool(self._state == LOCUST_STATE_STOPPING)
 
     def _converse(self) -> None:
         answers: list[str] = []

