@@ -15,8 +15,9 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
+from .alone import is_streamed
 from .search import load_units, rankable, search_winners, store_in_order
-from .stream import is_streamed, stream_topk_triton
+from .stream import stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
 
 MAX_BLOCKS = 16384

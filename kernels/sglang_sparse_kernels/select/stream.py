@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ..plan import DecodePlan
+from .alone import DONE, sample_bounds, stream_topk_kernel, streamed_row
 from .search import key_of, load_units, rankable, score_of, store_winners, winners
 from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 
@@ -24,154 +25,7 @@ PART_UNITS, PART_BLOCK, PART_WARPS = 1024, 4, 2
 MOST_OPEN, FEW_OPEN = 512, 256
 
 # Columns of a row's state: bounds, then what the search found, then a number of each part.
-_LOW, _HIGH, _SCORE, _CUT, _DONE, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 4, 8))
-
-
-@triton.jit
-def _sample_bounds(
-    p_scores,
-    n,
-    k,
-    forced_below,
-    free_below,
-    BT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
-):
-    """(low, high): scores that the k-th best of n units lies between, most likely.
-
-    Every so many blocks are looked at; units of a block are alike, so that four count as one draw,
-    and the bounds are three standard deviations of that away. A wrong bound costs one more read.
-    """
-    ROWS: tl.constexpr = BT // BLOCK
-    num_blocks = tl.cdiv(n, BLOCK)
-    o_b = (tl.arange(0, ROWS).to(tl.int64) * num_blocks // ROWS).to(tl.int32)
-    b_s, o_u = load_units(
-        p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
-    )
-    share = k.to(tl.float32) / n
-    middle = share * BT
-    margin = 3.0 * tl.sqrt(middle * 4.0 * (1.0 - share)) + BLOCK
-    rank_low = tl.minimum(middle + margin, BT).to(tl.int32)
-    rank_high = tl.maximum(middle - margin, 1.0).to(tl.int32)
-    _, low = winners(b_s, o_u, float("-inf"), n - 1, rank_low, BT)
-    _, high = winners(b_s, o_u, low, n - 1, rank_high, BT)
-    return low, high
-
-
-@triton.jit
-def _take_streamed(
-    p_scores,
-    p_list,
-    p_out,
-    n,
-    k,
-    forced_below,
-    free_below,
-    list_blocks,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
-):
-    """Write the k best of any number of units, which are read a few times over.
-
-    ``TILE`` units are read, sampled or searched at a time. The sample says between which scores the
-    k-th best lies; two counts narrow it to that, and more halve it, until the units in question fit
-    in registers or are all equal.
-    """
-    ROWS: tl.constexpr = TILE // BLOCK
-    num_blocks = tl.cdiv(n, BLOCK)
-    limit = tl.minimum(list_blocks, TILE)
-    low, high = _sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN)
-    # Keys of -inf and +inf: count_lo scores, at least k, reach lo; above, fewer than k, pass hi.
-    lo = tl.full((), -2139095041, tl.int32)
-    hi = tl.full((), 2139095040, tl.int32)
-    count_lo = tl.full((), 0, tl.int32) + n
-    above = tl.full((), 0, tl.int32)
-    step = tl.full((), 0, tl.int32)
-    while (lo < hi) & (count_lo - above > limit):
-        middle = (lo & hi) + ((lo ^ hi) >> 1) + 1
-        middle = tl.where(step == 0, key_of(high), middle)
-        middle = tl.where(step == 1, key_of(low), middle)
-        middle = tl.minimum(tl.maximum(middle, lo + 1), hi)
-        score = score_of(middle)
-        count = tl.full((), 0, tl.int32)
-        for i_b in range(0, num_blocks, ROWS):
-            o_b = i_b + tl.arange(0, ROWS)
-            b_s, _ = load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
-            )
-            count += tl.sum((b_s >= score).to(tl.int32))
-        above = tl.where(count >= k, above, count)
-        count_lo = tl.where(count >= k, count, count_lo)
-        lo = tl.where(count >= k, middle, lo)
-        hi = tl.where(count >= k, hi, middle - 1)
-        step += 1
-    score = score_of(lo)
-    if lo < hi:
-        # List the units in question, find the k-th best among them.
-        top = score_of(hi)
-        listed = tl.full((), 0, tl.int32)
-        for i_b in range(0, num_blocks, ROWS):
-            o_b = i_b + tl.arange(0, ROWS)
-            b_s, o_u = load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
-            )
-            b_open = (b_s >= score) & (b_s <= top) & (o_u < n)
-            listed = store_winners(p_list, b_open, o_u, listed, limit)
-        # The list is read back by other threads of this program.
-        tl.debug_barrier()
-        o_l = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        m_l = o_l < listed
-        b_u = tl.load(p_list + o_l, mask=m_l, other=2147483647)
-        b_s = tl.load(p_scores + b_u, mask=m_l, other=float("-inf"))
-        b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
-        _, score = winners(b_s, b_u, float("-inf"), n - 1, k - above, TILE)
-        above += tl.sum(((b_s > score) & m_l).to(tl.int32))
-    taken = tl.full((), 0, tl.int32)
-    tied = above
-    for i_b in range(0, num_blocks, ROWS):
-        o_b = i_b + tl.arange(0, ROWS)
-        # [ROWS, BLOCK]
-        b_s, o_u = load_units(
-            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
-        )
-        b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
-        b_ties = tl.sum(b_tie, 1)
-        b_before = tied + tl.cumsum(b_ties, 0) - b_ties
-        b_rank = b_before[:, None] + tl.cumsum(b_tie, 1)
-        b_win = (b_s > score) | ((b_tie != 0) & (b_rank <= k))
-        taken = store_winners(p_out, b_win, o_u, taken, k)
-        tied += tl.sum(b_ties)
-
-
-@triton.jit
-def is_streamed(n, k, BB: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr):
-    """Whether a row fits neither whole nor pruned; :func:`stream_topk_kernel` takes those."""
-    return (n > BU) & ((tl.cdiv(n, BLOCK) > BB) | (k * BLOCK > BU))
-
-
-@triton.jit
-def _streamed_row(
-    tail_start,
-    k_units,
-    reselect,
-    capacity,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BB: tl.constexpr,
-    BU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """(whether this program's row is streamed, its tokens, units and budget)."""
-    i_r = tl.program_id(0) // H
-    reselected = tl.load(reselect + i_r) != 0
-    tokens = tl.load(tail_start + i_r)
-    n = tl.cdiv(tokens, UNIT)
-    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
-    return reselected & (k > 0) & is_streamed(n, k, BB, BU, BLOCK), tokens, n, k
+_LOW, _HIGH, _SCORE, _CUT, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 8))
 
 
 @triton.jit
@@ -195,13 +49,13 @@ def bounds_kernel(
     CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    streamed, tokens, n, k = _streamed_row(
+    streamed, tokens, n, k = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
-        low, high = _sample_bounds(
+        low, high = sample_bounds(
             scores + i_rh * width, n, k, tl.cdiv(sink, UNIT), free_below, TILE, BLOCK, WHOLE, CLEAN
         )
         tl.store(state + i_rh * COLUMNS + _LOW, key_of(low))
@@ -244,7 +98,7 @@ def partition_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Count a part's units above the bounds; list those between them, and count them."""
-    streamed, tokens, n, _ = _streamed_row(
+    streamed, tokens, n, _ = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     if streamed:
@@ -332,7 +186,7 @@ def threshold_kernel(
 
     Takes the rows of whose parts one lists more than ``least`` units, and none more than ``BC``.
     """
-    streamed, tokens, n, k = _streamed_row(
+    streamed, tokens, n, k = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     if streamed:
@@ -348,7 +202,7 @@ def threshold_kernel(
         most = tl.max(b_open)
         if most > least:
             done = (above < k) & (k <= above + tl.sum(b_open)) & (most <= tl.minimum(BC, most_open))
-            tl.store(p_state + _DONE, done.to(tl.int32))
+            tl.store(p_state + DONE, done.to(tl.int32))
             if done:
                 p_scores, p_list = scores + i_rh * width, lists + i_rh * list_blocks
                 _search(
@@ -383,12 +237,12 @@ def write_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Write a part's winners behind those of the parts before it."""
-    streamed, tokens, n, k = _streamed_row(
+    streamed, tokens, n, k = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_state = state + i_rh * COLUMNS
-    if streamed & (tl.load(p_state + _DONE) != 0):
+    if streamed & (tl.load(p_state + DONE) != 0):
         forced_below = tl.cdiv(sink, UNIT)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
         i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
@@ -404,54 +258,6 @@ def write_kernel(
             )  # fmt: skip
             b_win = (b_s > score) | ((b_s == score) & (o_u <= cut))
             taken = store_winners(out_indices + i_l * capacity, b_win, o_u, taken, k)
-
-
-@triton.jit
-def stream_topk_kernel(
-    scores,
-    block_list,
-    state,
-    tail_start,
-    k_units,
-    reselect,
-    list_rows,
-    out_indices,
-    width,
-    list_blocks,
-    capacity,
-    sink,
-    recent,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BB: tl.constexpr,
-    BU: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Rows that the parts did not finish, by one program each."""
-    streamed, tokens, n, k = _streamed_row(
-        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
-    )
-    i_rh = tl.program_id(0).to(tl.int64)
-    if streamed & (tl.load(state + i_rh * COLUMNS + _DONE) == 0):
-        i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
-        _take_streamed(
-            scores + i_rh * width,
-            block_list + i_rh * list_blocks,
-            out_indices + i_l * capacity,
-            n,
-            k,
-            tl.cdiv(sink, UNIT),
-            tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n),
-            list_blocks,
-            TILE,
-            BLOCK,
-            WHOLE,
-            CLEAN,
-        )
 
 
 def stream_topk_triton(

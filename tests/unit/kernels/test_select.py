@@ -8,7 +8,7 @@ import torch
 from kernel_cases import DEVICE, NAN, Batch
 
 from sglang_sparse_kernels import TopkWorkspace, make_topk_workspace, select_topk
-from sglang_sparse_kernels.select import kernel, stream
+from sglang_sparse_kernels.select import alone, kernel, stream
 
 STALE = -7
 
@@ -188,7 +188,7 @@ def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
     workspace = make_topk_workspace(1, 1, 12_000, 1500, DEVICE)
     got = select(batch, scores, "triton", workspace, sink=4, recent=9)
     check_lists(batch, scores, got, 4, 9)
-    assert workspace.state[0, 0, stream._DONE.value] == done
+    assert workspace.state[0, 0, alone.DONE.value] == done
 
 
 def test_block_maxima_of_the_score_kernel_are_trusted() -> None:

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Exact top-k of a row that does not fit in the registers of the one program that takes it.
+
+The row is read about four times: a sample bounds the k-th best score, two counts test the bounds,
+and only the units between them are searched before the last pass writes the list in order.
+"""
+
+import triton
+import triton.language as tl
+
+from .search import key_of, load_units, rankable, score_of, store_winners, winners
+
+DONE = tl.constexpr(4)  # column of a row's state: whether several programs have finished it
+
+
+@triton.jit
+def is_streamed(n, k, BB: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr):
+    """Whether a row fits neither whole nor pruned; :func:`stream_topk_kernel` takes those."""
+    return (n > BU) & ((tl.cdiv(n, BLOCK) > BB) | (k * BLOCK > BU))
+
+
+@triton.jit
+def streamed_row(
+    tail_start,
+    k_units,
+    reselect,
+    capacity,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(whether this program's row is streamed, its tokens, units and budget)."""
+    i_r = tl.program_id(0) // H
+    reselected = tl.load(reselect + i_r) != 0
+    tokens = tl.load(tail_start + i_r)
+    n = tl.cdiv(tokens, UNIT)
+    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
+    return reselected & (k > 0) & is_streamed(n, k, BB, BU, BLOCK), tokens, n, k
+
+
+@triton.jit
+def sample_bounds(
+    p_scores,
+    n,
+    k,
+    forced_below,
+    free_below,
+    BT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """(low, high): scores that the k-th best of n units lies between, most likely.
+
+    Every so many blocks are looked at; units of a block are alike, so that four count as one draw,
+    and the bounds are three standard deviations of that away. A wrong bound costs one more read.
+    """
+    ROWS: tl.constexpr = BT // BLOCK
+    num_blocks = tl.cdiv(n, BLOCK)
+    o_b = (tl.arange(0, ROWS).to(tl.int64) * num_blocks // ROWS).to(tl.int32)
+    b_s, o_u = load_units(
+        p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+    )
+    share = k.to(tl.float32) / n
+    middle = share * BT
+    margin = 3.0 * tl.sqrt(middle * 4.0 * (1.0 - share)) + BLOCK
+    rank_low = tl.minimum(middle + margin, BT).to(tl.int32)
+    rank_high = tl.maximum(middle - margin, 1.0).to(tl.int32)
+    _, low = winners(b_s, o_u, float("-inf"), n - 1, rank_low, BT)
+    _, high = winners(b_s, o_u, low, n - 1, rank_high, BT)
+    return low, high
+
+
+@triton.jit
+def _take_streamed(
+    p_scores,
+    p_list,
+    p_out,
+    n,
+    k,
+    forced_below,
+    free_below,
+    list_blocks,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """Write the k best of any number of units, which are read a few times over.
+
+    ``TILE`` units are read, sampled or searched at a time. The sample says between which scores the
+    k-th best lies; two counts narrow it to that, and more halve it, until the units in question fit
+    in registers or are all equal.
+    """
+    ROWS: tl.constexpr = TILE // BLOCK
+    num_blocks = tl.cdiv(n, BLOCK)
+    limit = tl.minimum(list_blocks, TILE)
+    low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN)
+    # Keys of -inf and +inf: count_lo scores, at least k, reach lo; above, fewer than k, pass hi.
+    lo = tl.full((), -2139095041, tl.int32)
+    hi = tl.full((), 2139095040, tl.int32)
+    count_lo = tl.full((), 0, tl.int32) + n
+    above = tl.full((), 0, tl.int32)
+    step = tl.full((), 0, tl.int32)
+    while (lo < hi) & (count_lo - above > limit):
+        middle = (lo & hi) + ((lo ^ hi) >> 1) + 1
+        middle = tl.where(step == 0, key_of(high), middle)
+        middle = tl.where(step == 1, key_of(low), middle)
+        middle = tl.minimum(tl.maximum(middle, lo + 1), hi)
+        score = score_of(middle)
+        count = tl.full((), 0, tl.int32)
+        for i_b in range(0, num_blocks, ROWS):
+            o_b = i_b + tl.arange(0, ROWS)
+            b_s, _ = load_units(
+                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+            )
+            count += tl.sum((b_s >= score).to(tl.int32))
+        above = tl.where(count >= k, above, count)
+        count_lo = tl.where(count >= k, count, count_lo)
+        lo = tl.where(count >= k, middle, lo)
+        hi = tl.where(count >= k, hi, middle - 1)
+        step += 1
+    score = score_of(lo)
+    if lo < hi:
+        # List the units in question, find the k-th best among them.
+        top = score_of(hi)
+        listed = tl.full((), 0, tl.int32)
+        for i_b in range(0, num_blocks, ROWS):
+            o_b = i_b + tl.arange(0, ROWS)
+            b_s, o_u = load_units(
+                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+            )
+            b_open = (b_s >= score) & (b_s <= top) & (o_u < n)
+            listed = store_winners(p_list, b_open, o_u, listed, limit)
+        # The list is read back by other threads of this program.
+        tl.debug_barrier()
+        o_l = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        m_l = o_l < listed
+        b_u = tl.load(p_list + o_l, mask=m_l, other=2147483647)
+        b_s = tl.load(p_scores + b_u, mask=m_l, other=float("-inf"))
+        b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
+        _, score = winners(b_s, b_u, float("-inf"), n - 1, k - above, TILE)
+        above += tl.sum(((b_s > score) & m_l).to(tl.int32))
+    taken = tl.full((), 0, tl.int32)
+    tied = above
+    for i_b in range(0, num_blocks, ROWS):
+        o_b = i_b + tl.arange(0, ROWS)
+        # [ROWS, BLOCK]
+        b_s, o_u = load_units(
+            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+        )
+        b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
+        b_ties = tl.sum(b_tie, 1)
+        b_before = tied + tl.cumsum(b_ties, 0) - b_ties
+        b_rank = b_before[:, None] + tl.cumsum(b_tie, 1)
+        b_win = (b_s > score) | ((b_tie != 0) & (b_rank <= k))
+        taken = store_winners(p_out, b_win, o_u, taken, k)
+        tied += tl.sum(b_ties)
+
+
+@triton.jit
+def stream_topk_kernel(
+    scores,
+    block_list,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    list_rows,
+    out_indices,
+    width,
+    list_blocks,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Rows that the parts did not finish, by one program each."""
+    streamed, tokens, n, k = streamed_row(
+        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
+    )
+    i_rh = tl.program_id(0).to(tl.int64)
+    if streamed & (tl.load(state + i_rh * COLUMNS + DONE) == 0):
+        i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
+        _take_streamed(
+            scores + i_rh * width,
+            block_list + i_rh * list_blocks,
+            out_indices + i_l * capacity,
+            n,
+            k,
+            tl.cdiv(sink, UNIT),
+            tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n),
+            list_blocks,
+            TILE,
+            BLOCK,
+            WHOLE,
+            CLEAN,
+        )
