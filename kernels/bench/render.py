@@ -85,7 +85,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.set_xticklabels([f"{c // 1024}K x {b}" for c, b in SHAPES])
     axes.set_yscale("log")
     axes.set_ylabel("attention of one layer, µs")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small", ncols=2, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
