@@ -41,6 +41,11 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def short(kernel: str) -> str:
+    """A kernel's name without its namespace and what all names end with."""
+    return kernel.split("::")[-1].removesuffix("Kernel").removesuffix("_kernel")
+
+
 def launch_table(rows: dict[tuple[str, int, int], dict[str, Any]]) -> list[str]:
     """Kernels of a layer's step, launches and microseconds each, at the first and last shape."""
     first, last = SHAPES[0], SHAPES[-1]
@@ -50,7 +55,9 @@ def launch_table(rows: dict[tuple[str, int, int], dict[str, Any]]) -> list[str]:
         cells = []
         for shape in (first, last):
             found = rows.get((name, *shape), {}).get("launches", [])
-            cells.append(", ".join(f"{kernel['name']} {kernel['us']:.1f}" for kernel in found))
+            cells.append(
+                ", ".join(f"{short(kernel['name'])} {kernel['us']:.1f}" for kernel in found)
+            )
         found = rows.get((name, *first), {}).get("launches", [])
         count = sum(kernel["launches"] for kernel in found)
         lines.append(f"| {name.removesuffix(': step')} | {count:.2g} | {cells[0]} | {cells[1]} |")
@@ -78,7 +85,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.set_xticklabels([f"{c // 1024}K x {b}" for c, b in SHAPES])
     axes.set_yscale("log")
     axes.set_ylabel("attention of one layer, µs")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="x-small", ncols=2, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)

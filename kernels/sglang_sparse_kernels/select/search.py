@@ -8,7 +8,7 @@ import triton.language as tl
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 # Until few are left, or for so many steps, bounds may lie between scores: those steps cost less.
-SNAP_AT, SNAP_AFTER = tl.constexpr(24), tl.constexpr(6)
+SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 
 @triton.jit
@@ -47,43 +47,22 @@ def _count_reaching(b_s, score, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _count_both(b_s, score, other, SIZE: tl.constexpr):
-    """How many of ``SIZE`` scores reach ``score``, and how many ``other``, from one sum."""
-    tl.static_assert(SIZE <= 32768)
-    b_less = ((b_s - score).to(tl.int32, bitcast=True) >> 31) & 1
-    b_less |= ((b_s - other).to(tl.int32, bitcast=True) >> 31) & 0x10000
-    less = tl.sum(b_less)
-    return SIZE - (less & 0xFFFF), SIZE - ((less >> 16) & 0xFFFF)
+def _probe(lo, hi, weight_lo, weight_hi, step):
+    """Next key to count at: where the log of the count, linear in the score, would meet k.
 
-
-@triton.jit
-def _middle(lo, hi):
-    return (lo & hi) + ((lo ^ hi) >> 1) + 1
-
-
-@triton.jit
-def _probes(lo, hi, count_lo, count_hi, k, step):
-    """Next two keys to count at, either side of where the log of the count would meet k.
-
-    It is taken to be linear in the score. Every fourth step halves the range of keys instead, which
-    bounds the steps of any distribution.
+    Every sixth step halves the range of keys instead, which bounds the steps of any distribution.
     """
-    half = _middle(lo, hi)
+    halved = (lo & hi) + ((lo ^ hi) >> 1) + 1
     score_lo, score_hi = score_of(lo), score_of(hi)
-    log_k = tl.log2(k.to(tl.float32))
-    weight_lo = tl.abs(tl.log2(tl.maximum(count_lo.to(tl.float32), 0.5)) - log_k)
-    weight_hi = tl.abs(tl.log2(tl.maximum(count_hi.to(tl.float32), 0.5)) - log_k)
-    part = weight_lo / (weight_lo + weight_hi)
-    spread = tl.where(step == 0, 0.1, 0.05)
-    below = tl.maximum(part - spread, part * 0.5)
-    above = tl.minimum(part + spread, part * 0.5 + 0.5)
-    first = score_lo + (score_hi - score_lo) * below
-    second = score_lo + (score_hi - score_lo) * above
-    usable = (step % 4 != 3) & (tl.abs(first) <= FLOAT32_MAX) & (tl.abs(second) <= FLOAT32_MAX)
-    first = tl.where(usable, key_of(first), _middle(lo, half))
-    first = tl.minimum(tl.maximum(first, lo + 1), hi)
-    second = tl.minimum(tl.maximum(tl.where(usable, key_of(second), half), first), hi)
-    return first, second
+    score = score_lo + (score_hi - score_lo) * (weight_lo / (weight_lo + weight_hi))
+    guess = tl.minimum(tl.maximum(key_of(score), lo + 1), hi)
+    usable = (step % 6 != 5) & (tl.abs(score) <= FLOAT32_MAX)
+    return tl.where(usable, guess, halved)
+
+
+@triton.jit
+def _log_ratio(count, k):
+    return tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k)
 
 
 @triton.jit
@@ -136,20 +115,34 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
     lo = key_of(low)
     searched = (forced < k) & (count_lo > k)
     hi = tl.where(searched, key_of(high), lo)
+    weight_lo = tl.abs(_log_ratio(count_lo, k))
+    weight_hi = tl.abs(_log_ratio(forced, k))
+    side = tl.full((), 0, tl.int32)
     step = tl.full((), 0, tl.int32)
     while lo < hi:
-        first, second = _probes(lo, hi, count_lo, count_hi, k, step)
-        count, other = _count_both(b_s, score_of(first), score_of(second), SIZE)
-        hi = tl.where(other >= k, hi, tl.where(count >= k, second - 1, first - 1))
-        count_hi = tl.where(other >= k, count_hi, tl.where(count >= k, other, count))
-        lo = tl.where(other >= k, second, tl.where(count >= k, first, lo))
-        count_lo = tl.where(other >= k, other, tl.where(count >= k, count, count_lo))
-        if count_lo == k:
-            hi = lo
-        elif (count_lo - count_hi <= SNAP_AT) | (step >= SNAP_AFTER):
-            # On to scores that exist, so that the search ends where the k-th best one is tied.
-            lo = key_of(tl.min(tl.where(b_s >= score_of(lo), b_s, float("inf"))))
-            hi = key_of(tl.max(tl.where(b_s < score_of(hi + 1), b_s, float("-inf"))))
+        middle = _probe(lo, hi, weight_lo, weight_hi, step)
+        score = score_of(middle)
+        count = _count_reaching(b_s, score, SIZE)
+        weight = tl.abs(_log_ratio(count, k))
+        # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
+        up = count >= k
+        moved = tl.where(up, 1, -1)
+        stale = tl.where(moved == side, 0.5, 1.0)
+        weight_lo = tl.where(up, weight, weight_lo * stale)
+        weight_hi = tl.where(up, weight_hi * stale, weight)
+        count_lo = tl.where(up, count, count_lo)
+        count_hi = tl.where(up, count_hi, count)
+        if (count_lo - count_hi <= SNAP_AT) | (step >= SNAP_AFTER):
+            # On to a score that exists, so that the search ends where the k-th best one is tied.
+            if up:
+                lo = key_of(tl.min(tl.where(b_s >= score, b_s, float("inf"))))
+            else:
+                hi = key_of(tl.max(tl.where(b_s < score, b_s, float("-inf"))))
+        else:
+            lo = tl.where(up, middle, lo)
+            hi = tl.where(up, hi, middle - 1)
+        hi = tl.where(count == k, lo, hi)
+        side = moved
         step += 1
 
     above = count_hi
