@@ -21,7 +21,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
     roles: dict[str, list[int]] = {}
     for layer, role in backend.roles().items():
         roles.setdefault(role, []).append(layer)
-    low, high = config.request_range or (None, None)
+    low, high = config.request_range
     planes = {name: plane.nbytes for name, plane in pool.planes.tensors().items()}
     axes = config.model_dump(mode="json", include=set(_AXES))
     return {
@@ -35,7 +35,7 @@ def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
         "min_sparse_tokens": config.min_sparse_tokens,
         "page_size": pool.page_size,
         "layers": roles,
-        "request_budget": {"unit": config.budget.kind, "least": low, "most": high},
+        "request_budget": {"unit": config.budget.key, "least": low, "most": high},
         "graphs": {
             "decode": "captured" if backend.captures_graphs else "off",
             "variants": list(VARIANTS) if backend.captures_graphs else [],

@@ -80,29 +80,22 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
     if asked.budget is None:
         return DEFAULT
     _check_range(asked.budget, config)
-    # A share may be given as 1, tokens never as 1.0; kinds that cannot be asked for were refused.
-    return RequestOptions(budget=config.budget.asked(asked.budget))  # type: ignore[arg-type, union-attr]
+    # A share may be given as 1, tokens never as 1.0.
+    return RequestOptions(budget=config.budget.asked(asked.budget))  # type: ignore[arg-type]
 
 
-def _range_text(config: SparseConfig) -> str | None:
-    if config.request_range is None:
-        return None
+def _range_text(config: SparseConfig) -> str:
     low, high = config.request_range
     text = f"{low:g} to {high:g}" if isinstance(high, float) else f"{low} to {high}"
-    return f"{text} ({config.budget.kind})"
+    return f"{text} ({config.budget.key})"
 
 
 def _allowed(config: SparseConfig) -> str:
-    text = _range_text(config)
-    return "mode sparse or dense" + ("" if text is None else f", or a budget of {text}")
+    return f"mode sparse or dense, or a budget of {_range_text(config)}"
 
 
 def _check_range(budget: float, config: SparseConfig) -> None:
-    where, key = f"{_WHERE}.budget", config.budget.kind
-    if config.request_range is None:
-        raise _refused(
-            where, budget, f"a budget of {key} is the same for all requests", _allowed(config)
-        )
+    where, key = f"{_WHERE}.budget", config.budget.key
     low, high = config.request_range
     if isinstance(high, int) and not isinstance(budget, int):
         problem = "not a whole number"
@@ -111,7 +104,7 @@ def _check_range(budget: float, config: SparseConfig) -> None:
     else:
         return
     remedy = f"ask for less, or serve with a larger budget.max_{key}"
-    raise _refused(where, budget, problem, str(_range_text(config)), remedy)
+    raise _refused(where, budget, problem, _range_text(config), remedy)
 
 
 def _wrong_shape(error: ValidationError, value: object, config: SparseConfig) -> ConfigError:

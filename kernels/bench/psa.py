@@ -91,6 +91,7 @@ class MassCase:
         self.layers = [self._random_layer() for _ in range(layers)]
         units = -(-shape.context // UNIT)
         self.picked_counts = torch.zeros((rows, shape.heads), dtype=torch.int32, device="cuda")
+        self.epsilons = torch.full((rows,), EPSILON, device="cuda")
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
         self.topk = make_topk_workspace(rows, shape.heads, units, CAP_UNITS, "cuda")
         heads = shape.heads * shape.group
@@ -177,7 +178,7 @@ class MassCase:
         progressive_decode_attention(
             layer.q, layer.k, layer.v, self.plan, layer.indices, layer.ranked, layer.reached,
             unit=UNIT, page_size=self.shape.page_size, sink=SINK, recent=RECENT,
-            microbatch=self.microbatch, epsilon=EPSILON, share="min",
+            microbatch=self.microbatch, epsilons=self.epsilons, share="min",
             sm_scale=self.shape.dim**-0.5, out=layer.out, counters=self.counters,
             workspace=self.workspace, impl=impl,
         )  # fmt: skip

@@ -197,6 +197,7 @@ class SparseAttentionBackend(AttentionBackend):
             layers=layers,
             query_heads=query_heads_of(runner),
             head_dim=self.token_to_kv_pool.head_dim,
+            request_slots=self._request_slots,
         )
 
     @property
@@ -290,6 +291,8 @@ class SparseAttentionBackend(AttentionBackend):
             plan=self._plan,
             impl=self.impl,
         )
+        if self.progressive is not None:
+            self.progressive.plan(self.requests.epsilons, forward_batch.req_pool_indices)
         if self.counters is not None:
             self.counters.count(self._plan, self.requests.budgets)
 

@@ -92,6 +92,7 @@ class SelectAndAttend:
                         lists,
                         self.buffers,
                         out[run],
+                        self.progression.shared.epsilons[run],
                         scaling=scaling,
                         logit_cap=logit_cap,
                     )

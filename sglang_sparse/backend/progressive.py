@@ -56,6 +56,7 @@ class ProgressiveBuffers:
         bounds: fp32 [rows_a_pass, kv_heads, group, max_units], or None.
         rest: fp32 [rows_a_pass, kv_heads, group, looks], or None.
         counters: what each layer reached.
+        epsilons: fp32 [request_slots], the share that each row of the batch is to reach.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ProgressiveBuffers:
         layers: list[int],
         query_heads: int,
         head_dim: int,
+        request_slots: int,
     ) -> None:
         """Allocate for the limits of ``buffers``; ``layers`` are global ids of selecting layers."""
         limits, device = buffers.limits, buffers.indices.device
@@ -88,6 +90,16 @@ class ProgressiveBuffers:
             self.rest = torch.empty((*heads, looks), device=device)
         self.counters = LayerCounters(COUNTERS, layers, device)
         self.own_rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self.epsilons = torch.full((request_slots,), budget.epsilon, device=device)
+
+    def plan(self, epsilons: torch.Tensor, slots: torch.Tensor) -> None:
+        """Take the batch's shares from those of all requests.
+
+        Args:
+            epsilons: fp32 [request_slots], by request slot.
+            slots: int64 [rows], the batch's request slots.
+        """
+        torch.index_select(epsilons, 0, slots, out=self.epsilons[: len(slots)])
 
     def report(self) -> dict[str, dict[str, int]]:
         """Sums since the start, by layer and by the names of ``COUNTERS``; waits for the device."""
@@ -95,7 +107,14 @@ class ProgressiveBuffers:
 
     def nbytes(self) -> int:
         """Device bytes of all buffers."""
-        tensors = (self.picked, self.picked_counts, self.ranked, self.bounds, self.rest)
+        tensors = (
+            self.picked,
+            self.picked_counts,
+            self.ranked,
+            self.epsilons,
+            self.bounds,
+            self.rest,
+        )
         return self.workspace.nbytes() + sum(t.nbytes for t in tensors if t is not None)
 
 
@@ -134,6 +153,7 @@ class Progression:
         lists: DecodePlan,
         buffers: SelectionBuffers,
         out: torch.Tensor,
+        epsilons: torch.Tensor,
         *,
         scaling: float,
         logit_cap: float,
@@ -146,6 +166,7 @@ class Progression:
             lists: the same, its ``list_rows`` naming rows of ``indices``.
             buffers: scores of this layer, block maxima in the top-k workspace.
             out: [rows, q_heads, head_dim], written.
+            epsilons: fp32 [rows], the share that each row is to reach.
             scaling: factor on q.k.
             logit_cap: soft cap on logits, 0 for none.
         """
@@ -183,7 +204,7 @@ class Progression:
             self.reached,
             page_size=self.page_size,
             microbatch=self.budget.microbatch,
-            epsilon=self.budget.epsilon,
+            epsilons=epsilons,
             share=self.budget.share,
             rest_bounds=self._rest_bounds(q, scores, lists, scaling, logit_cap),
             sm_scale=scaling,

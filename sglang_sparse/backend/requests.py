@@ -25,6 +25,7 @@ class RequestTable:
         decode_start: int32 [request slots], tokens a request had when its last prefill ended,
             where its decode clock starts; ``DENSE_REQUEST`` for one that asked to be dense.
         budgets: int32 [request slots, 2], floor in tokens and fraction in millionths.
+        epsilons: float32 [request slots], the share of the mass to reach; 0 under another budget.
         prefill_dense: on the host, whether each row of the last admitted batch asked to be dense.
     """
 
@@ -35,6 +36,8 @@ class RequestTable:
         self.budgets = torch.tensor([self._default], dtype=torch.int32, device=device).repeat(
             request_slots, 1
         )
+        share = self._share(config.budget)
+        self.epsilons = torch.full((request_slots,), share, device=device)
         self._dense = torch.zeros(request_slots, dtype=torch.bool, device=device)
         # The same on the host, where the graph is chosen.
         self._dense_slots: set[int] = set()
@@ -45,6 +48,10 @@ class RequestTable:
     def _row(budget: TokenBudget | FractionBudget | MassBudget) -> tuple[int, int]:
         return budget_row(budget.floor, budget.fraction)
 
+    @staticmethod
+    def _share(budget: TokenBudget | FractionBudget | MassBudget) -> float:
+        return budget.epsilon if isinstance(budget, MassBudget) else 0.0
+
     def admit(self, reqs: Sequence[Any], slots: torch.Tensor) -> None:
         """Store the options of a prefill batch.
 
@@ -52,22 +59,26 @@ class RequestTable:
             reqs: SGLang's ``Req`` of each row.
             slots: int64 [rows], their request slots on the device.
         """
-        rows = []
+        rows, shares = [], []
         for req in reqs:
             options = parse(req.sampling_params.custom_params, self._config)
             budget = self._default if options.budget is None else self._row(options.budget)
             rows.append((*budget, int(options.dense)))
+            shares.append(self._share(options.budget or self._config.budget))
             if options.dense:
                 self._dense_slots.add(req.req_pool_idx)
             else:
                 self._dense_slots.discard(req.req_pool_idx)
         self.prefill_dense = [bool(dense) for _, _, dense in rows]
-        written = torch.tensor(rows, dtype=torch.int32)
-        if slots.is_cuda:
-            written = written.pin_memory()
-        written = written.to(slots.device, non_blocking=True)
+        written = self._sent(torch.tensor(rows, dtype=torch.int32), slots)
         self.budgets[slots] = written[:, :2]
         self._dense[slots] = written[:, 2].bool()
+        self.epsilons[slots] = self._sent(torch.tensor(shares, dtype=torch.float32), slots)
+
+    @staticmethod
+    def _sent(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """``rows`` where ``slots`` are, without waiting."""
+        return (rows.pin_memory() if slots.is_cuda else rows).to(slots.device, non_blocking=True)
 
     def start_decoding(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Set the clocks of requests whose prefill reaches ``lengths`` (int32 [rows])."""
@@ -94,7 +105,8 @@ class RequestTable:
 
     def nbytes(self) -> int:
         """Device bytes of the table."""
-        return self.decode_start.nbytes + self.budgets.nbytes + self._dense.nbytes
+        kept = (self.decode_start, self.budgets, self.epsilons, self._dense)
+        return sum(tensor.nbytes for tensor in kept)
 
 
 def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:

@@ -270,6 +270,11 @@ class TokenBudget(Choice):
         return self
 
     @property
+    def key(self) -> str:
+        """The key that a request's budget replaces."""
+        return "tokens"
+
+    @property
     def amount(self) -> int:
         """The number that names this budget in a list."""
         return self.tokens
@@ -319,6 +324,11 @@ class FractionBudget(Choice):
         return self
 
     @property
+    def key(self) -> str:
+        """The key that a request's budget replaces."""
+        return "fraction"
+
+    @property
     def amount(self) -> float:
         """The number that names this budget in a list."""
         return self.fraction
@@ -348,6 +358,12 @@ class MassBudget(Choice):
     epsilon: float = Field(
         gt=0.0, le=1.0, description="Share of the attention mass to reach; at 1 only the cap ends."
     )
+    max_epsilon: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="Most that one request may ask for; null allows no more than `epsilon`.",
+    )
     cap: int = Field(
         ge=1,
         le=MAX_COUNT,
@@ -366,6 +382,16 @@ class MassBudget(Choice):
         description="Share of the query heads of one KV head: the smallest, or their mean.",
     )
 
+    @model_validator(mode="after")
+    def _check_max(self) -> Self:
+        _check_at_least("budget.max_epsilon", self.max_epsilon, "budget.epsilon", self.epsilon)
+        return self
+
+    @property
+    def key(self) -> str:
+        """The key that a request's budget replaces."""
+        return "epsilon"
+
     @property
     def amount(self) -> float:
         """The number that names this budget in a list."""
@@ -373,12 +399,16 @@ class MassBudget(Choice):
 
     @property
     def largest(self) -> MassBudget:
-        """The largest budget of a request: all have the same."""
-        return self
+        """The budget at the most that a request may ask for; all rank as much."""
+        return self.asked(self.max_epsilon or self.epsilon)
 
-    def request_range(self, least_tokens: int) -> None:
-        """Return that a request may not ask for a budget of its own."""
-        return
+    def request_range(self, least_tokens: int) -> tuple[float, float]:
+        """Return the least and the largest share that a request may ask for."""
+        return 1 / MILLION, self.largest.epsilon
+
+    def asked(self, value: float) -> MassBudget:
+        """Return the budget of a request that is to reach the share `value`."""
+        return self.model_copy(update={"epsilon": float(value), "max_epsilon": None})
 
     @property
     def floor(self) -> int:

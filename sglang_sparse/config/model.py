@@ -136,8 +136,8 @@ class SparseConfig(Choice):
         return (self.forced_units + 1) * self.unit
 
     @property
-    def request_range(self) -> tuple[float, float] | None:
-        """Least and largest budget that a request may ask for; None if it may ask for none."""
+    def request_range(self) -> tuple[float, float]:
+        """Least and largest budget that a request may ask for."""
         return self.budget.request_range(self.least_tokens)
 
     def capacity_units(self, context_len: int) -> int:

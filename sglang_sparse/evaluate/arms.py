@@ -36,23 +36,13 @@ def make_arms(budgets: Sequence[str], state: dict[str, Any]) -> list[Arm]:
 
     Args:
         budgets: numbers as text, in the unit of the server's own budget; none means the
-            server's budget alone, which is all there is where requests cannot ask for another.
+            server's budget alone.
         state: the `sparse` block of `/server_info`.
 
     Raises:
         ConfigError: a budget is no number, or outside of what the server allows.
     """
     limits, dense = state["request_budget"], Arm(DENSE, {"mode": "dense"})
-    if limits["most"] is None:
-        if budgets:
-            raise ConfigError(
-                flag="--budgets",
-                value=",".join(budgets),
-                problem=f"this server's budget of {limits['unit']} is the same for all requests",
-                allowed="dense beside the server's own budget",
-                remedy="drop --budgets, or serve with a budget of tokens or a fraction",
-            )
-        return [dense, Arm(str(state["axes"]["budget"]["epsilon"]), {"mode": "sparse"})]
     own = state["axes"]["budget"][limits["unit"]]
     low, high = limits["least"], limits["most"]
     values = []

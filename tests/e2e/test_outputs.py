@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+import urllib.error
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -143,6 +144,32 @@ def test_rows_of_one_batch_stop_at_very_different_depths(
         alone_sum = sum(seen[name] for seen in reached)
         assert abs(together[name] - alone_sum) <= 0.01 * alone_sum, name
     assert all(0.95 <= seen["share_millionths"] / seen["pairs"] / 1e6 <= 1 for seen in reached)
+
+
+def test_rows_of_one_batch_may_ask_for_different_shares_of_the_mass(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server("psa")
+    asked: list[dict[str, Any]] = [{}, {"custom_params": {"sparse": {"budget": 0.2}}}]
+    reached = []
+    for more in asked:
+        before = progress(live)
+        answers_one_by_one(live, prompts[:1], **more)
+        reached.append(change(before, progress(live)))
+    assert reached[1]["pairs"] == reached[0]["pairs"]
+    assert reached[1]["blocks"] < reached[0]["blocks"]
+    common = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    sampling = [common | more for more in asked]
+    before = progress(live)
+    live.call("/generate", {"input_ids": prompts[:1] * 2, "sampling_params": sampling})
+    together = change(before, progress(live))
+    for name in ("pairs", "blocks"):
+        alone = sum(seen[name] for seen in reached)
+        assert abs(together[name] - alone) <= 0.01 * alone, name
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        live.generate(prompts[:1], 1, custom_params={"sparse": {"budget": 0.96}})
+    assert refused.value.code == 400
+    assert "1e-06 to 0.95 (epsilon)" in refused.value.read().decode()
 
 
 def test_what_was_reached_is_logged_and_exported(server: Server, prompts: list[list[int]]) -> None:

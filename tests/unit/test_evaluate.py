@@ -44,18 +44,18 @@ def test_arms_are_dense_and_the_budgets_in_rising_order() -> None:
             make_arms([bad], TOKENS)
 
 
-def test_a_budget_of_mass_is_compared_as_it_is() -> None:
+def test_shares_of_the_mass_are_compared_by_epsilon() -> None:
     state = {
         "axes": {"budget": {"kind": "mass", "epsilon": 0.95}},
-        "request_budget": {"unit": "mass", "least": None, "most": None},
+        "request_budget": {"unit": "epsilon", "least": 1e-6, "most": 0.95},
     }
-    arms = make_arms([], state)
-    assert [(arm.name, arm.options) for arm in arms] == [
-        ("dense", {"mode": "dense"}),
-        ("0.95", {"mode": "sparse"}),
+    assert [arm.options for arm in make_arms(["0.9"], state)] == [
+        {"mode": "dense"},
+        {"budget": 0.9},
     ]
-    with pytest.raises(ConfigError, match=r"--budgets 0\.9"):
-        make_arms(["0.9"], state)
+    assert [arm.name for arm in make_arms([], state)] == ["dense", "0.95"]
+    with pytest.raises(ConfigError, match="max_epsilon"):
+        make_arms(["0.96"], state)
 
 
 def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:

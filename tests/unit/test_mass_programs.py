@@ -71,7 +71,7 @@ class Layers:
         layers = selecting_layers(config, 0, LAYERS)
         self.mass = ProgressiveBuffers(
             config.budget, self.buffers, unit=config.unit, layers=layers,
-            query_heads=HEADS * GROUP, head_dim=DIM,
+            query_heads=HEADS * GROUP, head_dim=DIM, request_slots=3,
         )  # fmt: skip
         self.programs = compile_programs(
             config, self.pool, self.buffers, layers, 3, 0, "torch", None, self.mass

@@ -155,8 +155,8 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
     out, reached = torch.full_like(q, torch.nan), torch.zeros_like(ranked)
     progressive_decode_attention_reference(
         q, paged(k), paged(v), plan, indices, ranked, reached, page_size=PAGE, microbatch=32,
-        epsilon=epsilon, share=share, rest_bounds=None, sm_scale=DIM**-0.5, logit_cap=0.0,
-        out=out, counters=None, **always,
+        epsilons=torch.full((ROWS,), epsilon), share=share, rest_bounds=None, sm_scale=DIM**-0.5,
+        logit_cap=0.0, out=out, counters=None, **always,
     )  # fmt: skip
     policy = Policy(
         "page_mean",

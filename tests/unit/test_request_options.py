@@ -16,6 +16,7 @@ from sglang_sparse.config import (
     FirstDense,
     FractionBudget,
     KeySketch,
+    MassBudget,
     SparseConfig,
     TokenBudget,
 )
@@ -23,7 +24,7 @@ from sglang_sparse.request_options import RequestOptions, parse
 from sglang_sparse_kernels import DENSE_REQUEST
 
 
-def config_of(budget: TokenBudget | FractionBudget) -> SparseConfig:
+def config_of(budget: TokenBudget | FractionBudget | MassBudget) -> SparseConfig:
     return SparseConfig(layers=FirstDense(n=1), score=KeySketch(), budget=budget)
 
 
@@ -89,6 +90,27 @@ def test_what_a_request_cannot_have_is_refused_in_one_line(params: Any, words: l
 def test_a_share_stays_inside_the_servers_limit(budget: float) -> None:
     with pytest.raises(ConfigError, match=r"1e-06 to 0\.5 \(fraction\)"):
         parse({"sparse": {"budget": budget}}, SHARE)
+
+
+def test_a_share_of_the_mass_may_be_asked_for_below_the_servers_limit() -> None:
+    mass = MassBudget(epsilon=0.9, cap=4096)
+    server = config_of(mass)
+    assert parse({"sparse": {"budget": 0.5}}, server).budget == mass.asked(0.5)
+    wider = config_of(MassBudget(epsilon=0.9, max_epsilon=1.0, cap=4096))
+    assert parse({"sparse": {"budget": 1}}, wider).budget == mass.asked(1.0)
+    for budget in (0, 0.91, math.nan):
+        with pytest.raises(ConfigError, match=r"1e-06 to 0\.9 \(epsilon\).*max_epsilon"):
+            parse({"sparse": {"budget": budget}}, server)
+
+
+def test_a_slots_share_is_that_of_its_last_owner() -> None:
+    table = RequestTable(config_of(MassBudget(epsilon=0.75, cap=4096)), 4, torch.device("cpu"))
+    assert table.epsilons.tolist() == [0.75] * 4
+    table.admit([request(2, budget=0.5), request(1)], torch.tensor([2, 1]))
+    assert table.epsilons.tolist() == [0.75, 0.75, 0.5, 0.75]
+    assert table.budgets.tolist() == [[4096, 0]] * 4  # all rank as much
+    table.admit([request(2)], torch.tensor([2]))
+    assert table.epsilons.tolist() == [0.75] * 4
 
 
 def request(slot: int, **sparse: Any) -> Any:

@@ -214,7 +214,7 @@ def progressive_decode_attention(
     sink: int,
     recent: int,
     microbatch: int,
-    epsilon: float,
+    epsilons: torch.Tensor,
     share: Share,
     rest_bounds: torch.Tensor | None = None,
     sm_scale: float,
@@ -232,8 +232,8 @@ def progressive_decode_attention(
     reached. ``rest`` is the smallest mass of a unit so far, always selected ones aside (they did
     not come by rank), times the units of the domain that are left; or, with ``rest_bounds``, the
     bound given for this look, which never makes the share too large. The KV head stops at the first
-    look at which the group's share is at least ``epsilon``, or at the end of its list. At
-    ``epsilon`` 1 only the end of the list stops it. Units after the stop have no effect on the
+    look at which the group's share is at least its row's epsilon, or at the end of its list. At
+    epsilon 1 only the end of the list stops it. Units after the stop have no effect on the
     result. A row with k_units 0 has an empty list; with tail_start 0 it is dense.
 
     Args:
@@ -250,7 +250,7 @@ def progressive_decode_attention(
         page_size: tokens a physical page (P).
         sink, recent: as for :func:`rank_units`.
         microbatch: tokens between two looks at the share: 16, 32, 64 or 128.
-        epsilon: share to reach, in (0, 1].
+        epsilons: float32 [R], contiguous: the share that each row is to reach, in (0, 1].
         share: share of a group: "min" or "mean" of its query heads.
         rest_bounds: [R, H, G, looks], from :func:`remaining_bounds` of this step, or None.
         sm_scale: factor on q.k, usually 1 / sqrt(D).
@@ -267,8 +267,6 @@ def progressive_decode_attention(
     check_choice("impl", impl, IMPLS)
     check_choice("share", share, SHARES)
     _check_microbatch(microbatch, unit)
-    if not 0.0 < epsilon <= 1.0:
-        raise ValueError(f"epsilon={epsilon} must be in (0, 1]")
     rows, heads, dim = plan.num_rows, k_buffer.shape[1], q.shape[2]
     check_shape("q", q, (rows, -1, dim))
     check_shape("k_buffer", k_buffer, (-1, heads, dim))
@@ -282,6 +280,8 @@ def progressive_decode_attention(
         raise ValueError(f"unit={unit} must divide page_size={page_size}")
     group = group_size(q.shape[1], heads)
     items = num_items(indices.shape[2], unit, microbatch)
+    check_shape("epsilons", epsilons, (rows,))
+    check_dtype("epsilons", epsilons, torch.float32)
     if rest_bounds is not None:
         check_shape("rest_bounds", rest_bounds, (rows, heads, group, -1))
     if counters is not None:
@@ -301,7 +301,7 @@ def progressive_decode_attention(
             sink=sink,
             recent=recent,
             microbatch=microbatch,
-            epsilon=epsilon,
+            epsilons=epsilons,
             share=share,
             rest_bounds=rest_bounds,
             sm_scale=sm_scale,
@@ -315,7 +315,8 @@ def progressive_decode_attention(
         check_dtype(name, tensor, q.dtype)
         check_contiguous(name, tensor)
     check_dense_rows("q", q)
-    for name, tensor in {"indices": indices, "ranked": ranked, "reached": reached}.items():
+    lists = {"indices": indices, "ranked": ranked, "reached": reached, "epsilons": epsilons}
+    for name, tensor in lists.items():
         check_contiguous(name, tensor)
     if rest_bounds is not None:
         check_dtype("rest_bounds", rest_bounds, torch.float32)
@@ -343,7 +344,7 @@ def progressive_decode_attention(
         sink=sink,
         recent=recent,
         microbatch=microbatch,
-        epsilon=epsilon,
+        epsilons=epsilons,
         share=share,
         rest_bounds=rest_bounds,
         sm_scale=sm_scale,

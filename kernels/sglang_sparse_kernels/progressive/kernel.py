@@ -20,7 +20,7 @@ import triton.language as tl
 from ..common import group_size, next_power_of_2
 from ..plan import DecodePlan
 from ..triton_ops import cast, dot
-from .merge_kernel import absent, missing, progressive_merge_kernel, work
+from .merge_kernel import absent, missing, progressive_merge_kernel, slack_of, work
 from .types import ProgressiveWorkspace, num_programs
 
 WARPS = 4
@@ -96,6 +96,7 @@ def progressive_attend_kernel(
     list_rows,
     indices,
     ranked,
+    epsilons,
     rest_bounds,
     partial,
     lse,
@@ -110,7 +111,6 @@ def progressive_attend_kernel(
     recent,
     scale_log2,
     logit_cap,
-    slack,
     H: tl.constexpr,
     G: tl.constexpr,
     BG: tl.constexpr,
@@ -125,6 +125,7 @@ def progressive_attend_kernel(
     UPPER: tl.constexpr,
     MEAN: tl.constexpr,
     STAGES: tl.constexpr,
+    CAUTION: tl.constexpr,
 ):
     i_rh, i_s = tl.program_id(0), tl.program_id(1)
     i_r, i_h = i_rh // H, i_rh % H
@@ -133,6 +134,7 @@ def progressive_attend_kernel(
         seq_lens, tail_start, k_units, list_rows, ranked, i_r, i_h, capacity, sink, recent,
         H, UNIT, BN, SPLITS,
     )  # fmt: skip
+    slack = slack_of(epsilons, i_r) * CAUTION
     o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
     o_w, o_s = tl.arange(0, BW), tl.arange(0, BS)
     m_g = o_g < G
@@ -244,7 +246,7 @@ def progressive_decode_attention_triton(
     sink: int,
     recent: int,
     microbatch: int,
-    epsilon: float,
+    epsilons: torch.Tensor,
     share: str,
     rest_bounds: torch.Tensor | None,
     sm_scale: float,
@@ -261,8 +263,6 @@ def progressive_decode_attention_triton(
     microbatches = -(-capacity * unit // microbatch)
     programs, resident = num_programs(rows, heads, q.device)
     steps = 0 if rest_bounds is None else rest_bounds.shape[3]
-    # At 1 nothing may be left out, however small it looks.
-    slack = 1.0 - epsilon if epsilon < 1 else -1.0
     common = {
         "H": heads,
         "G": group,
@@ -285,6 +285,7 @@ def progressive_decode_attention_triton(
         plan.list_rows,
         indices,
         ranked,
+        epsilons,
         rest_bounds,
         workspace.partial,
         workspace.lse,
@@ -299,7 +300,6 @@ def progressive_decode_attention_triton(
         recent,
         sm_scale * 1.4426950408889634,
         logit_cap,
-        slack * CAUTION if slack > 0 else slack,
         BG=max(16, next_power_of_2(group)),
         # Each word is read by one thread: threads that read the same word may see it at different
         # times, and would part ways.
@@ -307,6 +307,7 @@ def progressive_decode_attention_triton(
         PAGE=page_size,
         HAS_CAP=logit_cap > 0,
         STAGES=STAGES,
+        CAUTION=CAUTION,
         num_warps=WARPS,
         **common,
     )
@@ -317,6 +318,7 @@ def progressive_decode_attention_triton(
         plan.list_rows,
         ranked,
         reached,
+        epsilons,
         rest_bounds,
         workspace.partial,
         workspace.lse,
@@ -328,7 +330,6 @@ def progressive_decode_attention_triton(
         steps,
         sink,
         recent,
-        slack,
         BI=next_power_of_2(resident + microbatches),
         BM=MERGE_TILE,
         num_warps=4,

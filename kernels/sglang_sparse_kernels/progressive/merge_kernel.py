@@ -50,6 +50,13 @@ def work(
 
 
 @triton.jit
+def slack_of(epsilons, i_r):
+    """Share that a row may leave out; at 1 nothing may be, however small it looks."""
+    epsilon = tl.load(epsilons + i_r)
+    return tl.where(epsilon < 1.0, 1.0 - epsilon, -1.0)
+
+
+@triton.jit
 def missing(
     b_top,
     b_sum,
@@ -99,6 +106,7 @@ def progressive_merge_kernel(
     list_rows,
     ranked,
     reached,
+    epsilons,
     rest_bounds,
     partial,
     lse,
@@ -110,7 +118,6 @@ def progressive_merge_kernel(
     steps,
     sink,
     recent,
-    slack,
     H: tl.constexpr,
     G: tl.constexpr,
     BS: tl.constexpr,
@@ -131,6 +138,7 @@ def progressive_merge_kernel(
         recent, H, UNIT, BN, SPLITS,
     )  # fmt: skip
     o_i, o_s, o_d, o_m = tl.arange(0, BI), tl.arange(0, BS), tl.arange(0, D), tl.arange(0, BM)
+    slack = slack_of(epsilons, i_rh // H)
     base = i_rh.to(tl.int64) * pieces
     p_rest = rest_bounds
     if UPPER:

@@ -104,7 +104,7 @@ def progressive_decode_attention_reference(
     sink: int,
     recent: int,
     microbatch: int,
-    epsilon: float,
+    epsilons: torch.Tensor,
     share: str,
     rest_bounds: torch.Tensor | None,
     sm_scale: float,
@@ -121,7 +121,7 @@ def progressive_decode_attention_reference(
     within = torch.arange(unit, device=device)
     for row in range(plan.num_rows):
         seq_len, tail_start = int(plan.seq_lens[row]), int(plan.tail_start[row])
-        state = int(plan.list_rows[row])
+        state, epsilon = int(plan.list_rows[row]), float(epsilons[row])
         units = -(-tail_start // unit)
         listed = min(int(plan.k_units[row]), indices.shape[2])
         counts = ranked[state].clamp(max=listed).long() if listed else ranked[state].long() * 0

@@ -113,6 +113,11 @@ def test_lists_have_room_for_the_most_that_a_request_may_ask_for() -> None:
     assert config_of(budget=TokenBudget(tokens=512)).request_range == (81, 512)
     with pytest.raises(ValidationError, match=r"budget\.max_fraction 0\.05 is below"):
         FractionBudget(fraction=0.1, floor=512, max_fraction=0.05)
+    mass = MassBudget(epsilon=0.9, max_epsilon=0.95, cap=1024)
+    assert config_of(budget=mass).request_range == (1e-6, 0.95)
+    assert config_of(budget=mass).capacity_units(100_000) == 1024
+    with pytest.raises(ValidationError, match=r"budget\.max_epsilon 0\.5 is below"):
+        MassBudget(epsilon=0.9, max_epsilon=0.5, cap=1024)
 
 
 def test_a_fixed_budget_has_no_fraction_and_its_tokens_as_the_floor() -> None:

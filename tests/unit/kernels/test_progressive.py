@@ -28,11 +28,19 @@ POISON = 2**30
 class Setting:
     """What a progressive step is asked for."""
 
-    epsilon: float = 0.9
+    epsilon: float | tuple[float, ...] = 0.9  # of all rows, or of each
     microbatch: int = 32
     share: str = "min"
     upper: bool = False
     logit_cap: float = 0.0
+
+    def of(self, row: int) -> float:
+        """What a row is asked for."""
+        return self.epsilon[row] if isinstance(self.epsilon, tuple) else self.epsilon
+
+    def shares(self, rows: int) -> torch.Tensor:
+        """The same for the kernels."""
+        return torch.tensor([self.of(row) for row in range(rows)], device=DEVICE)
 
 
 def shape_keys(batch: Batch, kind: str) -> torch.Tensor:
@@ -134,7 +142,7 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
     progressive_decode_attention(
         batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
         got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
-        epsilon=ask.epsilon, share=ask.share, rest_bounds=got["bounds"],
+        epsilons=ask.shares(rows), share=ask.share, rest_bounds=got["bounds"],
         sm_scale=batch.dim**-0.5, logit_cap=ask.logit_cap, out=got["out"],
         counters=got["counters"], workspace=workspace, impl=impl, **always,
     )  # fmt: skip
@@ -156,6 +164,7 @@ def naive_stop(
     batch: Batch, order: list[int], first: int, row: int, head: int, ask: Setting, bounds: object
 ) -> tuple[int, float, float]:
     """(units attended to, estimated share there, distance of the nearest share from epsilon)."""
+    epsilon = ask.of(row)
     mass = unit_masses(batch, row, ask.logit_cap)[head]
     acc = tail_mass(batch, row, ask.logit_cap)[head].clone()
     for unit in order[:first]:
@@ -172,8 +181,8 @@ def naive_stop(
         rest = least * left if bounds is None else 2.0 ** bounds[row, head, :, look].double()
         shares = acc / (acc + rest) if left else torch.ones_like(acc)
         share = float(shares.min() if ask.share == "min" else shares.mean())
-        nearest = min(nearest, abs(share - ask.epsilon)) if left else nearest
-        if share >= ask.epsilon and ask.epsilon < 1:
+        nearest = min(nearest, abs(share - epsilon)) if left else nearest
+        if share >= epsilon and epsilon < 1:
             break
     return at, share, nearest
 
@@ -230,7 +239,7 @@ def check(batch: Batch, scores: torch.Tensor, got: dict, ask: Setting) -> list[i
             want["blocks"] += stop
             want["domain_blocks"] += units
             want["share_millionths"] += round(share * 1e6)
-            want["cap_hits"] += share < ask.epsilon and stop < units
+            want["cap_hits"] += share < ask.of(row) and stop < units
     counters = dict(zip(COUNTERS, got["counters"].tolist(), strict=True))
     for name in COUNTERS:
         slack = want["pairs"] * 3 if name == "share_millionths" else 0
@@ -286,7 +295,7 @@ def test_with_bounds_the_mass_reached_is_never_less_than_asked_for(
             listed = got["indices"][target, head, :count].long()
             tail = tail_mass(batch, row, logit_cap)[head]
             share = (tail + mass[head][:, listed].sum(-1)) / (tail + mass[head].sum(-1))
-            assert share.min() >= ask.epsilon
+            assert share.min() >= ask.of(row)
             early += count < mass.shape[-1]
     assert kind == "adversarial" or early, f"nothing stopped early: {stops}"
 
@@ -342,6 +351,21 @@ def test_any_number_of_programs_gives_the_same_result(
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_each_row_reaches_the_share_that_it_is_asked_for(impl: str) -> None:
+    batch = make_batch(([300, 300, 90], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 32))
+    if impl == "torch":
+        in_double(batch)
+    scores = shape_keys(batch, "uniform")
+    mixed = Setting((0.3, 0.8, 1.0), 16)
+    got = run(batch, scores, mixed, impl)
+    check(batch, scores, got, mixed)
+    for row, epsilon in enumerate((0.3, 0.8)):  # a row stops as if all were asked for the same
+        alone = run(batch, scores, Setting(epsilon, 16), "torch")
+        at = int(batch.plan.list_rows[row])
+        assert torch.equal(got["reached"][at], alone["reached"][at])
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_rows_stop_at_very_different_depths_and_a_cap_is_counted(impl: str) -> None:
     batch = make_batch(([400, 400], 64, 1, 2, 64, torch.bfloat16, 16, 1, 32, 20), shared_pages=0)
     batch.q[0] *= 3
@@ -390,8 +414,6 @@ def test_bad_arguments_are_refused() -> None:
     batch = make_batch(CASES[0])
     scores = shape_keys(batch, "uniform")
     for ask, words in (
-        (Setting(0.0, 32), "epsilon=0.0 must be in"),
-        (Setting(1.5, 32), "epsilon=1.5 must be in"),
         (Setting(0.9, 48), "microbatch=48 must be one of"),
         (Setting(0.9, 32, "most"), "share='most' is unknown"),
     ):
@@ -417,6 +439,7 @@ def test_a_captured_step_stops_where_the_numbers_of_the_replay_say() -> None:
     slots = batch.plan.list_rows.long()
     picked = got["indices"][slots].sort(-1).values.contiguous()
     always = {"unit": batch.unit, "sink": SINK, "recent": RECENT, "impl": "triton"}
+    shares = ask.shares(rows)
 
     def step() -> None:
         rank_units(
@@ -426,7 +449,7 @@ def test_a_captured_step_stops_where_the_numbers_of_the_replay_say() -> None:
         progressive_decode_attention(
             batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
             got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
-            epsilon=ask.epsilon, share=ask.share, sm_scale=batch.dim**-0.5, out=got["out"],
+            epsilons=shares, share=ask.share, sm_scale=batch.dim**-0.5, out=got["out"],
             counters=got["counters"], workspace=workspace, **always,
         )  # fmt: skip
 
