@@ -48,7 +48,7 @@ def locust(url: str, scenario: str, out: Path, seconds: int = SECONDS, users: in
     command = [
         *(sys.executable, "-m", "locust", "--headless", "-f", ",".join(map(str, files))),
         *("--host", url, "--scenario", scenario, "--users", str(users), "--spawn-rate", str(users)),
-        *("--run-time", f"{seconds}s", "--stop-timeout", "15", "--csv", str(out / scenario)),
+        *("--run-time", f"{seconds}s", "--stop-timeout", "60", "--csv", str(out / scenario)),
         *("--records", str(out / f"{scenario}.jsonl"), "--only-summary", *flags),
     ]
     subprocess.run(command, check=True)
