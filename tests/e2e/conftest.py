@@ -125,7 +125,7 @@ MOST_RUNNING = 5  # servers at once; each takes most of a GiB
 # Started by the commands that users type; the others are forked, which takes a fraction of it.
 COMMANDS = {"sparcas": LAUNCH_SERVER, "sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
-FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade", "start")
+FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -95,7 +95,7 @@ def test_chat_answers_a_question_about_a_fact_thousands_of_tokens_back(
     server: Server, suite: TaskSuite, method: str
 ) -> None:
     live = server(method)
-    samples = suite.samples("passkey", length=4000, count=3, seed=5)
+    samples = suite.samples("passkey", length=4000, count=2, seed=5)
     right = 0
     for sample in samples:
         body = {
@@ -250,14 +250,13 @@ def test_answers_survive_eviction_and_reuse_of_their_pages(
     server: Server, prompts: list[list[int]]
 ) -> None:
     live = server("sparcas-kept")
-    ids = prompts[16:20]
+    ids = prompts[16:19]
     cold = answers_one_by_one(live, ids)
-    # 16K tokens of prompts through a pool of 8K: every page has had several owners by the end.
-    for _ in range(2):
-        for prompt, expected in zip(ids, cold, strict=True):
-            answer = live.generate([prompt], TOKENS, ignore_eos=True)
-            assert token_ids(answer)[0] == expected
-            assert answer[0]["meta_info"]["cached_tokens"] < 64, "its pages were not evicted"
+    # 12K tokens of prompts through a pool of 8K: every page had another owner in between.
+    for prompt, expected in zip(ids, cold, strict=True):
+        answer = live.generate([prompt], TOKENS, ignore_eos=True)
+        assert token_ids(answer)[0] == expected
+        assert answer[0]["meta_info"]["cached_tokens"] < 64, "its pages were not evicted"
 
 
 def test_an_aborted_request_leaves_no_trace(server: Server, prompts: list[list[int]]) -> None:
