@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A two-minute version of every load test, on the model that the repository ships.
+"""A short version of every load test, on the model that the repository ships.
 
     make loadtest                                  # or: python loadtest/short.py --out FOLDER
 

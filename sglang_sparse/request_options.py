@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sglang_sparse.config import ConfigError, FractionBudget, SparseConfig, TokenBudget
+from sglang_sparse.config import ConfigError, FractionBudget, MassBudget, SparseConfig, TokenBudget
 from sglang_sparse.config.axes import Choice
 from sglang_sparse.launch import launch_of
 
@@ -38,7 +38,7 @@ class RequestOptions:
     """
 
     dense: bool = False
-    budget: TokenBudget | FractionBudget | None = None
+    budget: TokenBudget | FractionBudget | MassBudget | None = None
 
 
 DEFAULT = RequestOptions()
@@ -80,8 +80,7 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
     if asked.budget is None:
         return DEFAULT
     _check_range(asked.budget, config)
-    # A share may be given as 1, tokens never as 1.0.
-    return RequestOptions(budget=config.budget.asked(asked.budget))  # type: ignore[arg-type]
+    return RequestOptions(budget=config.budget.asked(asked.budget))
 
 
 def _range_text(config: SparseConfig) -> str:

@@ -84,7 +84,7 @@ def bench_mass(bench: Bench, shape: Shape, part: float) -> None:
     case = MassCase(shape, [part] * shape.batch, min(rotation(shape), 8), 128)
     name = f"psa, mass in {part:.0%}"
     print(f"{name} {shape.context} x {shape.batch} is right: {case.check()}", flush=True)
-    dense_us = bench.add(f"flashinfer dense, {name}", shape, dense_calls(case), shape.dense_bytes)  # type: ignore[arg-type]
+    dense_us = bench.add(f"flashinfer dense, {name}", shape, dense_calls(case), shape.dense_bytes)
     blocks = shape.batch * shape.heads * -(-shape.context // UNIT)
     # Both ends of each block's digest, and no fewer blocks than hold the mass.
     moved = blocks * 2 * shape.dim * shape.dtype.itemsize + part * shape.dense_bytes

@@ -287,7 +287,7 @@ def measure(
     row["rank_and_attend_over_fixed"] = both / fixed
     row["step_over_fixed"] = step / fixed_whole
     if dense:
-        row["us"]["flashinfer_dense"] = timed(dense_calls(case), replays)  # type: ignore[arg-type]
+        row["us"]["flashinfer_dense"] = timed(dense_calls(case), replays)
         row["dense_over_step"] = row["us"]["flashinfer_dense"] / step
     print(json.dumps(row), flush=True)
     return row

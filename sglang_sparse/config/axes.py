@@ -288,9 +288,9 @@ class TokenBudget(Choice):
         """Return the least and the most tokens that a request may ask for."""
         return least_tokens, self.largest.tokens
 
-    def asked(self, value: int) -> TokenBudget:
-        """Return the budget of a request that asks for `value` tokens."""
-        return TokenBudget(tokens=value)
+    def asked(self, value: float) -> TokenBudget:
+        """Return the budget of a request that asks for `value` tokens, a whole number."""
+        return TokenBudget.model_validate({"tokens": value})
 
     @property
     def floor(self) -> int:

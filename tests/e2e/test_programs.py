@@ -14,7 +14,7 @@ import pytest
 from live_server import MODEL, LiveServer, server_environment
 from machine import HAS_GPU
 
-import scripts  # noqa: F401  isort: skip
+import scripts  # noqa: F401  isort: skip  # makes the load tests importable
 import alternate_latency  # isort: skip
 import decode_latency  # isort: skip
 

@@ -46,7 +46,7 @@ class Runs:
 
 
 def test_the_cheapest_policies_that_keep_the_accuracy_are_compared(tmp_path: Path) -> None:
-    study = MassStudy(Runs(), BASE, tmp_path / "mass.json")  # type: ignore[arg-type]
+    study = MassStudy(Runs(), BASE, tmp_path / "mass.json")
     study.run(["a", "b"], [512, 1024], policies(BASE, [128, 256, 512], [0.9]))
     best = study.conclude()
     assert (best["fixed"], best["mass"]) == ("fixed 256", "mass 0.9 mean")
@@ -57,13 +57,13 @@ def test_the_cheapest_policies_that_keep_the_accuracy_are_compared(tmp_path: Pat
 def test_a_study_goes_on_where_it_ended_and_takes_cells_of_others(tmp_path: Path) -> None:
     named = policies(BASE, [128], [])
     ours, theirs = Runs(), Runs()
-    MassStudy(ours, BASE, tmp_path / "a.json").run(["a"], [512], named)  # type: ignore[arg-type]
-    other = MassStudy(theirs, BASE, tmp_path / "b.json")  # type: ignore[arg-type]
+    MassStudy(ours, BASE, tmp_path / "a.json").run(["a"], [512], named)
+    other = MassStudy(theirs, BASE, tmp_path / "b.json")
     other.run(["a"], [1024], named)
-    again = MassStudy(ours, BASE, tmp_path / "a.json")  # type: ignore[arg-type]
+    again = MassStudy(ours, BASE, tmp_path / "a.json")
     again.join(json.loads((tmp_path / "b.json").read_text()))
     again.run(["a"], [512, 1024], named)
     assert len(ours.measured) == len(theirs.measured) == 2
     assert [cell["length"] for cell in again.result["rows"]["dense"]["cells"]] == [512, 1024]
     with pytest.raises(ValueError, match="cannot join results of base"):
-        MassStudy(ours, Policy("page_minmax"), tmp_path / "a.json")  # type: ignore[arg-type]
+        MassStudy(ours, Policy("page_minmax"), tmp_path / "a.json")

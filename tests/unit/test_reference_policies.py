@@ -95,7 +95,7 @@ def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
     )
     expected = reference_output(q, k, v, scores, unit=1)
     # The kernels attend to the current token beside the budget; the study counts it in.
-    policy = Policy("sparcas", KEPT + 1, SINK, RECENT + 1, CHANNELS, reduce=reduce)  # type: ignore[arg-type]
+    policy = Policy("sparcas", KEPT + 1, SINK, RECENT + 1, CHANNELS, reduce=reduce)
     cache = Cache(k, v)
     mask = attend_mask(policy, q, cache, torch.full((ROWS,), LENGTH))
     assert (mask.sum(-1) == KEPT + 1).all()
@@ -113,7 +113,7 @@ def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
         unit=PAGE, page_size=PAGE, reduce=reduce, out=scores,
     )  # fmt: skip
     expected = reference_output(q, k, v, scores, unit=PAGE)
-    policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)  # type: ignore[arg-type]
+    policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)
     cache = Cache(k, v)
     mask = attend_mask(policy, q, cache, lengths)
     torch.testing.assert_close(attend(q, cache, mask), expected, rtol=1e-4, atol=1e-5)
@@ -165,7 +165,7 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         RECENT + 1,
         epsilon=epsilon,
         page=unit,
-        share=share,  # type: ignore[arg-type]
+        share=share,
     )
     cache = Cache(k, v, planes=planes)
     mask = attend_mask(policy, q, cache, lengths)
@@ -213,7 +213,7 @@ def test_window_is_sinks_and_recent(step) -> None:
 
 def test_bad_policies_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown policy"):
-        Policy("quest")  # type: ignore[arg-type]
+        Policy("quest")
     with pytest.raises(ValueError, match="budget 40 is under"):
         Policy("oracle", 40)
 
@@ -225,4 +225,4 @@ def test_the_study_rounds_keys_as_the_planes_do(storage: str) -> None:
     sketch, scale = quantize_sketch(keys, dtype)
     values = sketch.float() - (8 if storage == "int4" else 0)
     want = values if scale is None else values * scale[..., None]
-    torch.testing.assert_close(stored(keys, storage), want)  # type: ignore[arg-type]
+    torch.testing.assert_close(stored(keys, storage), want)

@@ -102,4 +102,4 @@ def test_bad_requests_say_what_is_allowed(
 def test_unknown_split_is_refused(encoder: FileEncoder) -> None:
     assert SPLITS == ("train", "heldout")
     with pytest.raises(ValueError, match="unknown split"):
-        TaskSuite(encoder, "validation")  # type: ignore[arg-type]
+        TaskSuite(encoder, "validation")

@@ -99,6 +99,16 @@ def absent(b_l, b_m):
 
 
 @triton.jit
+def mass_of(b_l, b_m, b_in):
+    """(log2 of the largest, sum over exp2 of it, smallest block) of the pieces in ``b_in``."""
+    b_some = tl.where(b_in, b_l, float("-inf"))
+    b_top = tl.max(b_some, 0)
+    b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
+    b_sum = tl.sum(tl.exp2(b_some - b_shift[None, :]), 0)
+    return b_top, b_sum, tl.min(tl.where(b_in, b_m, float("inf")), 0)
+
+
+@triton.jit
 def progressive_merge_kernel(
     seq_lens,
     tail_start,
@@ -154,12 +164,7 @@ def progressive_merge_kernel(
     low, stop = parts, items
     while stop - low > 1:
         middle = (low + stop) >> 1
-        b_in = (o_i < middle)[:, None]
-        b_some = tl.where(b_in, b_l, float("-inf"))
-        b_top = tl.max(b_some, 0)
-        b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_sum = tl.sum(tl.exp2(b_some - b_shift[None, :]), 0)
-        b_low = tl.min(tl.where(b_in, b_m, float("inf")), 0)
+        b_top, b_sum, b_low = mass_of(b_l, b_m, (o_i < middle)[:, None])
         part = missing(
             b_top, b_sum, b_low, middle - parts, units, listed, forced, p_rest, steps, o_s,
             G, STEP, UPPER, MEAN,
@@ -172,12 +177,7 @@ def progressive_merge_kernel(
         got = tl.minimum(forced + (stop - parts) * STEP, listed)
         tl.store(reached + i_l, got)
         if counters is not None:
-            b_in = (o_i < stop)[:, None]
-            b_some = tl.where(b_in, b_l, float("-inf"))
-            b_top = tl.max(b_some, 0)
-            b_shift = tl.where(b_top == float("-inf"), 0.0, b_top)
-            b_sum = tl.sum(tl.exp2(b_some - b_shift[None, :]), 0)
-            b_low = tl.min(tl.where(b_in, b_m, float("inf")), 0)
+            b_top, b_sum, b_low = mass_of(b_l, b_m, (o_i < stop)[:, None])
             part = missing(
                 b_top, b_sum, b_low, stop - parts, units, listed, forced, p_rest, steps, o_s,
                 G, STEP, UPPER, MEAN,

@@ -42,7 +42,7 @@ def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
     with pytest.raises(ValueError, match="logical_page is 8; allowed: 16, 32 or 64"):
         PlaneSpec(logical_page=8)
     with pytest.raises(ValueError, match="key_sketch is 'int3'; allowed: None, 'fp8', 'int8', "):
-        PlaneSpec(key_sketch="int3")  # type: ignore[arg-type]
+        PlaneSpec(key_sketch="int3")
 
 
 @pytest.mark.parametrize("spec", SPECS)
