@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,15 +29,24 @@ from decode_latency import add_arguments, measure_server
 from profile_decode import profile
 
 HERE = Path(__file__).parent
-# Short rows are measured sparse too, so that the crossover can be read off.
-SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 4096}']
+TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 4096}
+
+
+def sparse(method: str, **config: object) -> list[str]:
+    """Flags of one preset; short rows are sparse too, so that the crossover can be read off."""
+    config["min_sparse_tokens"] = 4096
+    flags = ["--attention-backend", "sparse", "--sparse-method", method]
+    return [*flags, "--sparse-config", json.dumps(config)]
+
+
 CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
-    "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
-    "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
-    "kascade": [*SPARSE, "--sparse-method", "kascade"],
-    "kascade_sketch": [*SPARSE, "--sparse-method", "kascade_sketch"],
-    "psa": [*SPARSE, "--sparse-method", "psa"],
+    "sparcas": sparse("sparcas"),
+    "page_minmax": sparse("page_minmax"),
+    "kascade": sparse("kascade"),
+    "kascade_prefill": sparse("kascade", prefill=TILES),
+    "kascade_sketch": sparse("kascade_sketch"),
+    "psa": sparse("psa"),
 }
 START_SECONDS = 400
 
@@ -107,11 +117,13 @@ def run(label: str, args: argparse.Namespace) -> None:
     cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
     separate = [int(cell.split("x")[1]) for cell in args.separate]
     batch = max(*args.batches, *separate, *(size for _, size in cells))
-    with running_server(label, args.model, args.port, batch, args.logs) as url:
+    flags = shlex.split(args.flags)
+    with running_server(label, args.model, args.port, batch, args.logs, *flags) as url:
         measure_server(url, label, args, out)
         used = gpu("memory.used")
         profiles = [profile(url, *cell, args.vocab) for cell in cells]
-    command = server_command(args.model, args.port, batch, CONFIGURATIONS[label])
+    attention = [*CONFIGURATIONS[label], *flags]
+    command = server_command(args.model, args.port, batch, attention)
     report = json.loads(out.read_text())
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")
@@ -135,6 +147,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", nargs="*", default=[], metavar="CONTEXTxBATCH", help="steps to take apart"
     )
+    parser.add_argument("--flags", default="", help="further flags of every server")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     add_arguments(parser)
     args = parser.parse_args()
