@@ -5,9 +5,10 @@
         --contexts 1000 4000 8000 16000 24000 32000 48000 64000 96000 120000
     python loadtest/crossover.py results
 
-Reads the reports of `compare_latency.py`. Between two measured contexts the difference is taken to
-be linear. A server has one `min_sparse_tokens` for all batch sizes, so the longest crossover
-counts: with it no context is slower than dense.
+Reads the reports of `compare_latency.py`, of them the contexts at which the sparse server was
+sparse. Between two of those the difference is taken to be linear. A server has one
+`min_sparse_tokens` for all batch sizes, so the longest crossover counts: with it no context is
+slower than dense.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ STEP = 1024
 Times = dict[tuple[int, int], float]  # (context, batch): milliseconds per output token
 
 
-def times_of(report: Path) -> Times:
-    """Medians of the cells whose requests share one prompt."""
-    cells = json.loads(report.read_text())["cells"]
-    return {(c["context"], c["batch"]): c["ms_per_token"] for c in cells if c["shared_prompt"]}
+def times_of(path: Path) -> Times:
+    """Medians of the cells whose requests share one prompt, long enough to be sparse."""
+    report = json.loads(path.read_text())
+    least = (report["sparse"] or {"min_sparse_tokens": 0})["min_sparse_tokens"]
+    return {
+        (c["context"], c["batch"]): c["ms_per_token"]
+        for c in report["cells"]
+        if c["shared_prompt"] and c["context"] >= least
+    }
 
 
 def crossover(dense: Times, sparse: Times, batch: int) -> float | None:
     """Context in tokens from which on sparse is at least as fast; None if it never is.
 
-    0 if it is at every measured context.
+    The shortest that both measured, if it is there too.
     """
     contexts = sorted(context for context, size in dense.keys() & sparse.keys() if size == batch)
     lost = [sparse[context, batch] - dense[context, batch] for context in contexts]
     if not contexts or lost[-1] > 0:
         return None
-    found = 0.0
+    found = float(contexts[0])
     for (c0, d0), (c1, d1) in pairwise(zip(contexts, lost, strict=True)):
         if d0 > 0 >= d1:
             found = c0 + (c1 - c0) * d0 / (d0 - d1)

@@ -147,7 +147,7 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
             "--chunked-prefill-size",
             chunk,
             f"1 to {MOST_TILED_TOKENS} with prefill.kind=tile_topk",
-            "set it: what a chunk's tiles select is kept until its last layer",
+            "set it, or prefill.kind to dense: a chunk's selections are kept to its last layer",
         )
     on_cpu = server_args.device == "cpu"
     inner = ("auto", "torch_native") if on_cpu else ("auto", "flashinfer", "triton")

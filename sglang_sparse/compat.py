@@ -30,7 +30,8 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 ``managers/tokenizer_manager.py: TokenizerManager``
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
-    that. Both run in the one tokenizer process that loads plugins.
+    that. ``_create_tokenized_object`` sets the ``extra_key`` of dense requests where prompts are
+    sparse. All run in the one tokenizer process that loads plugins.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``, ``Req.req_pool_idx``
     What a request asked for, and its row of per-request state.
 ``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``

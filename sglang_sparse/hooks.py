@@ -51,6 +51,11 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
             "around",
         ),
         (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+            request_options.keep_dense_prefixes_apart,
+            "around",
+        ),
+        (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
             request_options.check_before_streaming,
             "around",

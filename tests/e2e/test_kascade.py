@@ -74,3 +74,20 @@ def test_facts_far_back_are_found_with_a_tenth_of_the_context(
         # An anchor's list is the oracle's but for sinks and recent tokens; layer 5 takes layer 4's.
         assert seen["mass"] >= (0.75 if layer == "5" else 0.98) * seen["oracle_mass"], layer
         assert seen["kernel_error"] < 1e-2, layer
+
+
+def test_a_dense_request_takes_no_prefix_over_from_a_sparse_one(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    prompt = prompts[1][:900]
+    want = answers_one_by_one(server("dense"), [prompt])
+    live = server("kascade")
+    live.flush()
+    live.generate([prompt], TOKENS, ignore_eos=True)
+    dense = {"custom_params": {"sparse": {"mode": "dense"}}}
+    first = live.generate([prompt], TOKENS, ignore_eos=True, **dense)
+    assert first[0]["meta_info"]["cached_tokens"] == 0
+    assert token_ids(first) == want
+    again = live.generate([prompt], TOKENS, ignore_eos=True, **dense)
+    assert again[0]["meta_info"]["cached_tokens"] > 0
+    assert token_ids(again) == want

@@ -258,6 +258,6 @@ def test_the_crossover_lies_where_the_last_loss_ends() -> None:
     late = {(1000, 1): 4.0, (8000, 1): 7.0, (16000, 1): 7.0, (32000, 1): 6.0}
     assert crossover.crossover(dense, late, 1) == 24000
     assert crossover.rounded_up(24000) == 24576
-    assert crossover.crossover(dense, dict.fromkeys(dense, 4.0), 1) == 0
+    assert crossover.crossover(dense, dict.fromkeys(dense, 4.0), 1) == 1000
     assert crossover.crossover(dense, dict.fromkeys(dense, 8.0), 1) is None
     assert crossover.crossover(dense, late, 2) is None
