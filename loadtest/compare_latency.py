@@ -29,24 +29,15 @@ from decode_latency import add_arguments, measure_server
 from profile_decode import profile
 
 HERE = Path(__file__).parent
-TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 4096}
-
-
-def sparse(method: str, **config: object) -> list[str]:
-    """Flags of one preset; short rows are sparse too, so that the crossover can be read off."""
-    config["min_sparse_tokens"] = 4096
-    flags = ["--attention-backend", "sparse", "--sparse-method", method]
-    return [*flags, "--sparse-config", json.dumps(config)]
-
-
+# Short rows are measured sparse too, so that the crossover can be read off.
+SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 4096}']
 CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
-    "sparcas": sparse("sparcas"),
-    "page_minmax": sparse("page_minmax"),
-    "kascade": sparse("kascade"),
-    "kascade_prefill": sparse("kascade", prefill=TILES),
-    "kascade_sketch": sparse("kascade_sketch"),
-    "psa": sparse("psa"),
+    "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
+    "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
+    "kascade": [*SPARSE, "--sparse-method", "kascade"],
+    "kascade_sketch": [*SPARSE, "--sparse-method", "kascade_sketch"],
+    "psa": [*SPARSE, "--sparse-method", "psa"],
 }
 START_SECONDS = 400
 

@@ -23,7 +23,7 @@ def cells(report: dict[str, Any]) -> dict[tuple[int, int, bool], dict[str, Any]]
 
 
 def table(folder: Path) -> str:
-    """The Markdown table, sparse methods beside dense, with the ratio to dense."""
+    """The Markdown tables, sparse methods beside dense, with the ratio to dense."""
     dense = json.loads((folder / "dense.json").read_text())
     sparse = [
         json.loads(path.read_text())
@@ -42,6 +42,7 @@ def table(folder: Path) -> str:
             ratio = "" if other is None else cell["ms_per_token"] / other["ms_per_token"]
             row.append("-" if other is None else f"{other['ms_per_token']:.2f} ({ratio:.2f} x)")
         lines.append("| " + " | ".join(row) + " |")
+    lines += first_tokens(dense, sparse)
     lines += [
         "",
         "| | KV tokens that fit | planes | GPU memory in use after it |",
@@ -56,6 +57,24 @@ def table(folder: Path) -> str:
             + f" | {'not measured' if used is None else f'{used / 1024:.1f} GiB'} |"
         )
     return "\n".join(lines)
+
+
+def first_tokens(dense: dict[str, Any], sparse: list[dict[str, Any]]) -> list[str]:
+    """Seconds to the first token of prompts that nothing is cached of; empty if none was timed."""
+    keys = [key for key in cells(dense) if not key[2]]
+    if not keys:
+        return []
+    heads = ["context", "prompts", "dense, s", *(f"{report['label']}, s" for report in sparse)]
+    lines = ["", "| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
+    for key in sorted(keys):
+        seconds = cells(dense)[key]["first_token_s"]
+        row = [f"{key[0]:,}", str(key[1]), f"{seconds:.2f}"]
+        for report in sparse:
+            other = cells(report).get(key)
+            share = "" if other is None else f"{other['first_token_s'] / seconds:.3f}"
+            row.append("-" if other is None else f"{other['first_token_s']:.2f} ({share})")
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
 
 
 def fill(readme: Path, name: str, text: str) -> None:
