@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import server_host
 from compare_latency import wait_until_up
 
 MODEL = Path(__file__).parents[1] / "configs" / "reference" / "model"
@@ -33,39 +35,83 @@ CONFIGURATIONS = {
 
 @dataclass(frozen=True)
 class Local:
-    """A server of :func:`local_server`."""
+    """A server of :func:`local_servers`."""
 
     url: str
     pid: int
     log: Path
 
 
-def _has_gpu() -> bool:
+# OpenMP's spin-waits turn any other load on two cores into minutes.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class _Forked:
+    """As much of `subprocess.Popen` as is needed of a process that was forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = False
+
+    def poll(self) -> int | None:
+        """None while it runs."""
+        self._ended = self._ended or os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        return 1 if self._ended else None
+
+    def wait(self) -> None:
+        """Return once it has ended."""
+        if not self._ended:
+            os.waitpid(self.pid, 0)
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA GPU; asked without importing torch."""
     return Path("/dev/nvidiactl").exists()
 
 
-@contextmanager
-def local_server(name: str, logs: Path, env: dict[str, str] | None = None) -> Iterator[Local]:
-    """Start one of `CONFIGURATIONS`, yield it once it answers, end it."""
+def free_port() -> int:
+    """A TCP port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *COMMON]
-    command += [*([] if _has_gpu() else CPU), *CONFIGURATIONS[name]]
-    log, url = logs / f"server-{name}.log", f"http://127.0.0.1:{port}"
-    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **settings, **(env or {})},
-            start_new_session=True,
-        )
-        try:
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def local_servers(
+    settings: dict[str, dict[str, str]], logs: Path, *, fork: bool = False
+) -> Iterator[dict[str, Local]]:
+    """Start some of `CONFIGURATIONS` at once, yield them when all answer, end them.
+
+    Args:
+        settings: environment of each, by its name.
+        logs: folder of what they print.
+        fork: from this process, see :mod:`server_host`; needs `ENVIRONMENT` in its environment.
+    """
+    running: dict[str, tuple[Any, str, Path]] = {}
+    try:
+        for name, env in settings.items():
+            port = free_port()
+            arguments = ["--port", str(port), *COMMON, *([] if has_gpu() else CPU)]
+            arguments += CONFIGURATIONS[name]
+            log = logs / f"server-{name}.log"
+            server: Any
+            if fork:
+                server = _Forked(server_host.fork_server(arguments, env, str(log)))
+            else:
+                with log.open("wb") as output:
+                    server = subprocess.Popen(
+                        [sys.executable, "-m", "sglang.launch_server", *arguments],
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **ENVIRONMENT, **env},
+                        start_new_session=True,
+                    )
+            running[name] = server, f"http://127.0.0.1:{port}", log
+        for server, url, log in running.values():
             wait_until_up(server, url, log)
-            yield Local(url, server.pid, log)
-        finally:
+        yield {name: Local(url, s.pid, log) for name, (s, url, log) in running.items()}
+    finally:
+        for server, _, _ in running.values():
             if server.poll() is None:
                 os.killpg(server.pid, signal.SIGKILL)
             server.wait()

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short version of every load test, on the model that the repository ships.
+"""A short version of every load test, on the model that the repository ships: two minutes.
 
     make loadtest                                  # or: python loadtest/short.py --out FOLDER
 
-Numbers of a run this short, on whatever machine it is, say that everything works, and nothing
-about capacity.
+Every scenario of `RUNS` goes to the sparse server at the same time; then come capacity, the
+frontend programs and a soak. Numbers of a run this short, on whatever machine it is, say that
+everything works, and nothing about capacity.
 """
 
 from __future__ import annotations
@@ -12,39 +13,50 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import server_host
 import soak
 from capacity import Settings, measure
-from local import local_server
+from local import ENVIRONMENT, has_gpu, local_servers
 from report import write_report
 from scenarios import Scenario
 
 HERE = Path(__file__).parent
-# scenario -> (shape, further flags); seven seconds each
-RUNS: dict[str, tuple[str | None, list[str]]] = {
-    "shared_documents": ("ramp", []),
-    "multi_turn_chat": ("step", []),
-    "long_decode": ("soak", []),
-    "mixed_lengths": (None, ["--arrivals", "poisson", "--rate", "0.5"]),
-    "bursts": ("burst", []),
+# scenario -> (shape, users, further flags)
+RUNS: dict[str, tuple[str | None, int, list[str]]] = {
+    "shared_documents": ("ramp", 2, []),
+    "multi_turn_chat": ("step", 2, []),
+    "long_decode": ("soak", 1, []),
+    "mixed_lengths": (None, 1, ["--arrivals", "poisson", "--rate", "0.5"]),
+    "bursts": ("burst", 2, []),
 }
-SECONDS = 7
+SECONDS = 5
+DOCUMENTS = Scenario(
+    "short_documents",
+    "Two short documents, questioned again and again.",
+    documents=2,
+    document=(400, 500),
+    question=(8, 16),
+    output=(12, 12),
+)
+SEARCH = Settings(seconds=3, drain=5, first_rate=1.0, most_rate=2.0, bisections=1, limit=8, seed=1)
 
 
-def locust(url: str, scenario: str, out: Path, seconds: int = SECONDS, users: int = 2) -> Path:
+def locust(url: str, scenario: str, out: Path, seconds: int = SECONDS) -> Path:
     """One headless run; returns Locust's table of statistics.
 
     Raises:
         subprocess.CalledProcessError: Locust failed, or a request did.
     """
-    shape, flags = RUNS[scenario]
+    shape, users, flags = RUNS[scenario]
     files = [HERE / "locustfile.py", *([HERE / "shapes" / f"{shape}.py"] if shape else [])]
-    users = 1 if "poisson" in flags else users
     command = [
         *(sys.executable, "-m", "locust", "--headless", "-f", ",".join(map(str, files))),
         *("--host", url, "--scenario", scenario, "--users", str(users), "--spawn-rate", str(users)),
@@ -70,6 +82,16 @@ def summary(stats: Path) -> dict[str, Any]:
     }
 
 
+def run_programs(dense: str, sparse: str) -> dict[str, Any]:
+    """Both frontend programs on both servers; imports SGLang."""
+    sys.path.insert(0, str(HERE / "programs"))
+    import compare
+
+    found = compare.run(dense, sparse, repeats=30)
+    compare.show(found)
+    return found
+
+
 def main() -> None:
     """Everything once; exits with status 1 if something failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -79,19 +101,21 @@ def main() -> None:
     for old in out.glob("*.json*"):
         old.unlink()
     begin = time.monotonic()
-    settings = Settings(
-        seconds=4, drain=6, first_rate=1.0, most_rate=4.0, bisections=1, limit=12, seed=1
-    )
-    scenario = Scenario.load("shared_documents")
-    with local_server("dense", out) as dense, local_server("sparcas", out, soak.VERIFY) as sparse:
-        found = {name: summary(locust(sparse.url, name, out)) for name in RUNS}
-        for label, server in (("dense", dense), ("sparcas", sparse)):
-            measure(server.url, label, scenario, settings, out)
-        command = [sys.executable, str(HERE / "programs" / "compare.py"), "--repeats", "60"]
-        command += ["--dense", dense.url, "--sparse", sparse.url]
-        subprocess.run([*command, "--out", str(out / "programs.json")], check=True)
-        outcome = soak.soak(sparse, 10, seed=1)
+    if not has_gpu():  # importing may touch CUDA, which does not survive a fork
+        os.environ |= ENVIRONMENT
+        server_host.import_sglang()
+    wanted = {"dense": {}, "sparcas": soak.VERIFY}
+    with local_servers(wanted, out, fork=not has_gpu()) as servers:
+        url = {name: server.url for name, server in servers.items()}
+        with ThreadPoolExecutor(len(RUNS)) as pool:
+            tables = pool.map(lambda name: summary(locust(url["sparcas"], name, out)), RUNS)
+            found = dict(zip(RUNS, tables, strict=True))
+        for label in wanted:
+            measure(url[label], label, DOCUMENTS, SEARCH, out)
+        programs = run_programs(url["dense"], url["sparcas"])
+        outcome = soak.soak(servers["sparcas"], 8, seed=1, longest=700)
     page = write_report(out)
+    (out / "programs.json").write_text(json.dumps(programs, indent=1) + "\n")
     (out / "locust.json").write_text(json.dumps(found, indent=1) + "\n")
     (out / "soak.json").write_text(json.dumps(outcome, indent=1) + "\n")
     for name, kinds in found.items():

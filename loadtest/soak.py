@@ -22,14 +22,13 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 from client import call, stream
-from local import Local, local_server
+from local import Local, local_servers
 from scenarios import Conversations, Scenario
 
 WORKERS = 4
@@ -58,12 +57,12 @@ class Outcome:
 class Worker:
     """Sends one kind of request after another until the time is up."""
 
-    def __init__(self, url: str, seed: int, outcome: Outcome) -> None:
+    def __init__(self, url: str, seed: int, outcome: Outcome, longest: int) -> None:
         self._url, self._outcome, self._source = url, outcome, random.Random(seed)
         mixed = Scenario(
-            "soak", "", documents=4, document=(300, 2200), output=(4, 32), think=(0, 2)
+            "soak", "", documents=4, document=(300, longest), output=(4, 32), think=(0, 2)
         )
-        fresh = Scenario("soak", "", document=(0, 1500), output=(4, 32))
+        fresh = Scenario("soak", "", document=(0, 2 * longest // 3), output=(4, 32))
         model = call(url, "/v1/models")["data"][0]["id"]
         self._drawn = [Conversations(s, model, seed) for s in (mixed, mixed, fresh)]
 
@@ -161,12 +160,22 @@ def growth_mib(samples: list[float]) -> float:
     return statistics.median(samples[-quarter:]) - statistics.median(second)
 
 
-def soak(server: Local, seconds: float, seed: int) -> dict[str, Any]:
-    """Load the server for `seconds`, then look at it; `ok` says whether all is well."""
+def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[str, Any]:
+    """Load the server, then look at it.
+
+    Args:
+        server: with `VERIFY` in its environment.
+        seconds: to load it for.
+        seed: of what is asked.
+        longest: words of the longest document.
+
+    Returns:
+        What was seen; `ok` says whether all is well.
+    """
     outcome = Outcome()
     until = time.monotonic() + seconds
     workers = [
-        threading.Thread(target=Worker(server.url, seed + n, outcome).run, args=(until,))
+        threading.Thread(target=Worker(server.url, seed + n, outcome, longest).run, args=(until,))
         for n in range(WORKERS)
     ]
     for worker in workers:
@@ -177,7 +186,7 @@ def soak(server: Local, seconds: float, seed: int) -> dict[str, Any]:
     for worker in workers:
         worker.join(180)
     # Something for the planes to be compared of, then idleness for SGLang's memory check.
-    last = Worker(server.url, seed, outcome)
+    last = Worker(server.url, seed, outcome, longest)
     for _ in range(3):
         last._answered()
     time.sleep(3)
@@ -222,11 +231,10 @@ def main() -> None:
     if args.base_url:
         if args.pid is None or args.log is None:
             parser.error("--base-url needs --pid and --log")
-        where = nullcontext(Local(args.base_url, args.pid, args.log))
+        report = soak(Local(args.base_url, args.pid, args.log), 60 * args.minutes, args.seed)
     else:
-        where = local_server(args.method, args.out.parent, VERIFY)
-    with where as server:
-        report = soak(server, 60 * args.minutes, args.seed)
+        with local_servers({args.method: VERIFY}, args.out.parent) as servers:
+            report = soak(servers[args.method], 60 * args.minutes, args.seed)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "rss_mib"}, indent=1))
     sys.exit(0 if report["ok"] else 1)

@@ -128,31 +128,36 @@ def evaluate(
     ),
     decoded: Annotated[int, typer.Option(min=2, help="Tokens of it decoded a prompt.")] = 64,
     tokenizer: Annotated[str | None, typer.Option(help="The server's own if not given.")] = None,
-    lm_eval: Annotated[str, typer.Option(help="lm-eval tasks; needs its package.")] = "",
+    lm_eval: Annotated[
+        str, typer.Option(help="lm-eval tasks: names, or paths of YAML files; needs its package.")
+    ] = "",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once.")] = 4,
 ) -> None:
     """Ask a running server dense and at several budgets, and compare the answers."""
     from sglang_sparse.evaluate.command import Request, evaluate_server
 
-    names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     try:
         request = Request(
             base_url=base_url,
             out=out,
-            budgets=[b.strip() for b in budgets.split(",") if b.strip()],
-            tasks=names,
+            budgets=_names(budgets),
+            tasks=tuple(_names(tasks)),
             lengths=lengths,
             count=count,
             seed=seed,
             text=text,
             decoded=decoded,
             tokenizer=tokenizer,
-            lm_eval=lm_eval,
+            lm_eval=tuple(_names(lm_eval)),
             concurrency=concurrency,
         )
         evaluate_server(request)
     except (ConfigError, RuntimeError) as error:
         raise _fail(str(error)) from error
+
+
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 @app.command()

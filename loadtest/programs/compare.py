@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fork_document
 import tree_of_thought
 
+BEFORE, AFTER = "<|bos|><|user|>", "<|end|><|assistant|>"
+
 
 def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
     """Both runs of a program, and how far they agree."""
@@ -36,7 +38,9 @@ def compare(dense: dict[str, Any], sparse: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(dense: str, sparse: str, *, repeats: int, before: str, after: str) -> dict[str, Any]:
+def run(
+    dense: str, sparse: str, *, repeats: int, before: str = BEFORE, after: str = AFTER
+) -> dict[str, Any]:
     """Both programs on both servers."""
     document = fork_document.make_document(repeats, facts=6, seed=7)
     name = next(iter(document.facts))
@@ -48,17 +52,8 @@ def run(dense: str, sparse: str, *, repeats: int, before: str, after: str) -> di
     return {"fork_document": compare(*forks), "tree_of_thought": compare(*trees)}
 
 
-def main() -> None:
-    """Compare, print a table, write everything."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--dense", required=True, help="address of a dense server")
-    parser.add_argument("--sparse", required=True, help="address of a sparse server")
-    parser.add_argument("--repeats", type=int, default=100, help="of the filler; 22 words each")
-    parser.add_argument("--before", default="<|bos|><|user|>")
-    parser.add_argument("--after", default="<|end|><|assistant|>")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    found = run(args.dense, args.sparse, repeats=args.repeats, before=args.before, after=args.after)
+def show(found: dict[str, Any]) -> None:
+    """Print a line a program."""
     for name, result in found.items():
         right = [result[kind].get("right") for kind in ("dense", "sparse")]
         print(
@@ -67,6 +62,20 @@ def main() -> None:
             + f", cached tokens: dense {result['dense_cached_tokens']}, "
             f"sparse {result['sparse_cached_tokens']}"
         )
+
+
+def main() -> None:
+    """Compare, print a table, write everything."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--dense", required=True, help="address of a dense server")
+    parser.add_argument("--sparse", required=True, help="address of a sparse server")
+    parser.add_argument("--repeats", type=int, default=100, help="of the filler; 22 words each")
+    parser.add_argument("--before", default=BEFORE)
+    parser.add_argument("--after", default=AFTER)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = run(args.dense, args.sparse, repeats=args.repeats, before=args.before, after=args.after)
+    show(found)
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 

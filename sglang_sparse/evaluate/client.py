@@ -61,9 +61,18 @@ class Server:
             text = error.read().decode(errors="replace")
             raise RuntimeError(f"{path} answered {error.code}: {text[:500]}") from error
 
+    @property
+    def tokenizer_path(self) -> str:
+        """Name or path of the tokenizer that the server says it uses."""
+        return str(self.info.get("tokenizer_path") or self.info["model_path"])
+
+    def context_length(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        return int(self._call("/v1/models")["data"][0]["max_model_len"])
+
     def encoder(self, path: str | None) -> Encoder:
         """The tokenizer at `path`, or the one that the server says it uses."""
-        where = path or str(self.info.get("tokenizer_path") or self.info["model_path"])
+        where = path or self.tokenizer_path
         if (Path(where) / "tokenizer.json").is_file() or Path(where).is_file():
             return FileEncoder(where)
         from transformers import AutoTokenizer

@@ -34,7 +34,7 @@ class Request:
     text: Path | None
     decoded: int
     tokenizer: str | None
-    lm_eval: str
+    lm_eval: tuple[str, ...]
     concurrency: int
 
 
@@ -63,8 +63,11 @@ def evaluate_server(request: Request) -> None:
             allowed="an installation with the extra [eval]",
             remedy="pip install 'sglang-sparse[eval]'",
         )
+    harness.check_installed(request.lm_eval)
     server = Server(request.base_url)
     arms = make_arms(request.budgets, server.state)
+    tokenizer = request.tokenizer or server.tokenizer_path
+    manager = harness.find_tasks(request.lm_eval, tokenizer, lengths)
     settings = _settings(request, server, lengths)
     journal = Journal(request.out, settings)
     plan = Plan(
@@ -77,13 +80,19 @@ def evaluate_server(request: Request) -> None:
         concurrency=request.concurrency,
     )
     run(plan, server, server.encoder(request.tokenizer), arms, journal)
-    wanted = {arm.name for arm in arms}
-    found = report.cells([e for e in journal.entries() if e["arm"] in wanted], arms)
+    harness.run(
+        manager,
+        request.lm_eval,
+        server,
+        arms,
+        journal,
+        tokenizer=tokenizer,
+        concurrency=request.concurrency,
+        folder=request.out,
+    )
+    found = report.cells(journal.entries(), arms)
     report.write(request.out, settings, found, arms)
     Console().print(report.table(found, arms))
-    if request.lm_eval:
-        tokenizer = request.tokenizer or str(server.info["model_path"])
-        harness.run(server, tokenizer, request.lm_eval, arms, request.out)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 
 from sglang_sparse.cli import app
 from sglang_sparse.reference.export import load
-from sglang_sparse.tasks import FileEncoder
+from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -104,9 +105,75 @@ def test_dense_and_budgets_from_one_server_in_one_table(live: LiveServer, tmp_pa
     ]
 
 
+LM_EVAL_TASK = """
+task: local_passkey
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{number}}}}"
+generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 12}}
+filter_list:
+  - name: number
+    filter: [{{function: regex, regex_pattern: '(\\d+)'}}, {{function: take_first}}]
+metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_an_lm_eval_task_runs_dense_and_sparse_without_a_network(
+    live: LiveServer, suite: TaskSuite, tmp_path: Path
+) -> None:
+    # Longer than the 2048 tokens that lm-eval leaves of a prompt unless it is told otherwise, and
+    # with the answer in what it would cut off.
+    samples = suite.samples("passkey", length=2500, count=40, seed=5)
+    early = [s for s in samples if s.depth < 0.1][:2]
+    assert len(early) == 2
+    data, task, out = tmp_path / "data.jsonl", tmp_path / "task.yaml", tmp_path / "eval"
+    data.write_text(
+        "".join(json.dumps({"prompt": s.prompt, "number": s.values[0]}) + "\n" for s in early)
+    )
+    task.write_text(LM_EVAL_TASK.format(data=data, cache=tmp_path / "cache"))
+    asked = ["eval", "--base-url", live.url, "--out", str(out), "--tasks", ""]
+    asked += ["--lm-eval", str(task), "--budgets", "256"]
+    before = live.sparse_state()["decode_steps"]
+    done = RUN.invoke(app, asked)
+    assert done.exit_code == 0, done.output
+    after = live.sparse_state()
+    assert all(after["decode_steps"][kind] > before[kind] for kind in ("dense", "sparse"))
+    cells = json.loads((out / "results.json").read_text())["cells"]
+    name = "local_passkey exact_match,number"
+    assert [(c["task"], c["arm"], c["count"]) for c in cells] == [
+        (name, "dense", 2),
+        (name, "256", 2),
+    ]
+    assert cells[0]["value"] == 1, "the prompt was cut"
+    assert all(c["low"] <= c["value"] <= c["high"] and c["low"] < c["high"] for c in cells)
+    assert (out / "accuracy.png").exists()
+    # What was answered is not asked again; another budget is.
+    assert RUN.invoke(app, asked).exit_code == 0
+    assert live.sparse_state()["plane_reuse"]["prefills"] == after["plane_reuse"]["prefills"]
+    done = RUN.invoke(app, [*asked[:-1], "256,32768"])
+    assert done.exit_code == 0, done.output
+    cells = json.loads((out / "results.json").read_text())["cells"]
+    assert [c["arm"] for c in cells] == ["dense", "256", "32768"]
+    assert cells[2]["value"] == 1
+
+
+def test_a_missing_lm_eval_is_said_before_anything_is_asked(
+    live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    done = RUN.invoke(app, arguments(live, tmp_path / "eval", lm_eval="gsm8k"))
+    assert done.exit_code == 2
+    assert "pip install 'sglang-sparse[lm-eval]'" in done.output
+    assert not (tmp_path / "eval").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"lm_eval": "/no/task.yaml"}, ["--lm-eval /no/task.yaml", "there is no such task"]),
         ({"base_url": "http://127.0.0.1:9"}, ["--base-url", "no SGLang server answered"]),
         ({"tasks": "passkeys"}, ["--tasks passkeys", "passkey"]),
         ({"budgets": "100000"}, ["--budgets 100000", "to 32768"]),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import scripts  # noqa: F401  isort: skip  # makes the load tests importable
 from machine import HAS_GPU
 from server_host import Host
 

@@ -4,7 +4,7 @@
 Importing takes most of a server's start, three times over: its three processes are spawned. Here
 they are forked instead, from a process that has done nothing but import, and not on CUDA. What
 spawning adds (arguments that are pickled, a plugin that each process loads by itself) is left to
-the tests which start servers by their commands.
+servers that are started by their commands.
 
     python server_host.py    # a JSON object a line on stdin; a process id a line on stdout
 """
@@ -32,6 +32,37 @@ MODULES = (
 )
 
 
+def import_sglang() -> None:
+    """Import what servers need; `OMP_NUM_THREADS` is read here, not when one is forked."""
+    for name in MODULES:
+        import_module(name)
+
+
+def fork_server(args: list[str], env: dict[str, str], log: str) -> int:
+    """Fork a server from this process, which has imported SGLang and has no threads.
+
+    Args:
+        args: of `sglang.launch_server`.
+        env: added to the environment.
+        log: file for what it prints.
+
+    Returns:
+        Its process id, which is also that of its group.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setpgid(0, 0)
+            _become_server(args, env, log)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(1)
+    os.setpgid(pid, pid)
+    return pid
+
+
 def _become_server(args: list[str], env: dict[str, str], log: str) -> None:
     """Turn this freshly forked process into ``python -m sglang.launch_server``."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -49,24 +80,12 @@ def _become_server(args: list[str], env: dict[str, str], log: str) -> None:
 
 def _serve_requests() -> None:
     """Fork a server for each line, until stdin ends; then end all of them."""
-    for name in MODULES:
-        import_module(name)
+    import_sglang()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes away ended children
     servers = []
     for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os.setpgid(0, 0)
-                _become_server(**json.loads(line))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                os._exit(1)
-        os.setpgid(pid, pid)
-        servers.append(pid)
-        print(pid, flush=True)
+        servers.append(fork_server(**json.loads(line)))
+        print(servers[-1], flush=True)
     for pid in servers:
         try:
             os.killpg(pid, signal.SIGKILL)
@@ -75,7 +94,7 @@ def _serve_requests() -> None:
 
 
 class Host:
-    """The process, as a test sees it."""
+    """The process, for programs that are not to fork themselves: tests, whose threads are many."""
 
     def __init__(self, env: dict[str, str]) -> None:
         """Start it; ``env`` is that of every server."""
