@@ -98,7 +98,7 @@ def run(
 def _evaluate(
     loaded: Any, server: Server, arm: Arm, tokenizer: str, concurrency: int, folder: Path
 ) -> Any:
-    """What lm-eval finds; its `simple_evaluate` would describe the machine too, which takes seconds."""
+    """What lm-eval finds, without what its `simple_evaluate` takes seconds for."""
     from lm_eval import evaluate
     from lm_eval.api.model import CachingLM
     from lm_eval.api.registry import get_model
