@@ -126,8 +126,8 @@ def test_an_lm_eval_task_runs_dense_and_sparse_without_a_network(
 ) -> None:
     # Longer than the 2048 tokens that lm-eval leaves of a prompt unless it is told otherwise, and
     # with the answer in what it would cut off.
-    samples = suite.samples("passkey", length=2500, count=40, seed=5)
-    early = [s for s in samples if s.depth < 0.1][:2]
+    samples = suite.samples("passkey", length=2200, count=40, seed=5)
+    early = [s for s in samples if s.needle_spans[0][1] < 150][:2]
     assert len(early) == 2
     data, task, out = tmp_path / "data.jsonl", tmp_path / "task.yaml", tmp_path / "eval"
     data.write_text(
