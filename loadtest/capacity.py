@@ -20,6 +20,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class Settings:
         most_rate: where the search ends.
         bisections: of the interval that the doubling leaves.
         limit: seconds for all trials of a server; what is found by then is reported.
+        seed: of arrivals and questions.
+        burst: requests sent at once before the first trial.
     """
 
     seconds: float
@@ -56,6 +59,7 @@ class Settings:
     bisections: int
     limit: float
     seed: int
+    burst: int = 0
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -85,8 +89,11 @@ def unloaded(base_url: str, scenario: Scenario, seed: int, repeats: int = 3) -> 
     }
 
 
-def warm(base_url: str, scenario: Scenario) -> None:
-    """Bring every shared document into the prefix cache."""
+def warm(base_url: str, scenario: Scenario, burst: int = 0) -> None:
+    """Bring every shared document into the prefix cache, then send `burst` requests at once.
+
+    Kernels that a server compiles for its first batch of a kind would stop a trial for seconds.
+    """
     source = Conversations(scenario, model_of(base_url), 0)
     for document in source.documents:
         only = Conversations(scenario, source.model, 1)
@@ -94,6 +101,10 @@ def warm(base_url: str, scenario: Scenario) -> None:
         record = stream(base_url, scenario.api, next(only.requests([])), name="warm")
         if record.error is not None:
             raise RuntimeError(f"warming failed: {record.error}")
+    bodies = [next(source.requests([])) for _ in range(burst)]
+    with ThreadPoolExecutor(max(burst, 1)) as pool:
+        for body in bodies:
+            pool.submit(stream, base_url, scenario.api, body, name="warm")
 
 
 def trial(
@@ -232,7 +243,7 @@ def measure(
         where: what else to note: the device, the commit.
     """
     info = call(base_url, "/server_info")
-    warm(base_url, scenario)
+    warm(base_url, scenario, settings.burst)
     alone = unloaded(base_url, scenario, settings.seed)
     limits = {name: factor * alone["step_s"] for name, factor in FACTORS.items()}
     print(json.dumps({"label": label, **alone}), flush=True)
@@ -292,13 +303,14 @@ def main() -> None:
     parser.add_argument("--most-rate", type=float, default=256.0)
     parser.add_argument("--bisections", type=int, default=3)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds of trials a server")
+    parser.add_argument("--burst", type=int, default=32, help="requests at once, to warm up")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.base_url and not args.label:
         parser.error("--base-url needs --label")
     args.out.mkdir(parents=True, exist_ok=True)
-    names = ("seconds", "drain", "first_rate", "most_rate", "bisections", "limit", "seed")
+    names = ("seconds", "drain", "first_rate", "most_rate", "bisections", "limit", "seed", "burst")
     settings = Settings(**{name: getattr(args, name) for name in names})
     scenario = Scenario.load(args.scenario)
     if args.start:

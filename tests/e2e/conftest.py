@@ -68,7 +68,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *SPARSE,
             "sparcas",
             *("--sparse-config", json.dumps(CHOOSY | KEPT)),
-            *("--chunked-prefill-size", "512"),
+            *("--chunked-prefill-size", "1024"),
             *("--max-total-tokens", "8192"),
             "--enable-metrics",
         ],
@@ -122,8 +122,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 5  # servers at once; each takes most of a GiB
-# Started by the commands that users type; the others are forked, which takes a fraction of it.
-COMMANDS = {"sparcas": LAUNCH_SERVER, "sparcas-kept": [SGLANG, "serve"]}
+# Started by a command that users type; the others are forked, which takes a fraction of it.
+COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade")
 

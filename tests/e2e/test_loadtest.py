@@ -73,7 +73,7 @@ def test_capacity_of_a_running_server_in_one_page(live: LiveServer, tmp_path: Pa
     command = [sys.executable, str(LOADTEST / "capacity.py"), "--out", str(tmp_path)]
     command += ["--base-url", live.url, "--label", "tested", "--scenario", str(path)]
     command += ["--seconds", "2", "--drain", "5", "--most-rate", "4", "--bisections", "1"]
-    subprocess.run([*command, "--limit", "8"], check=True, timeout=300)
+    subprocess.run([*command, "--limit", "8", "--burst", "2"], check=True, timeout=300)
     report: dict[str, Any] = json.loads((tmp_path / "tested.json").read_text())
     assert report["sparse"]["method"] == "page_minmax"
     assert report["limits_s"]["relaxed"] == pytest.approx(25 * report["unloaded"]["step_s"])
@@ -90,7 +90,7 @@ def test_capacity_of_a_running_server_in_one_page(live: LiveServer, tmp_path: Pa
 
 
 def test_a_soak_leaves_planes_memory_and_server_as_they_should_be(live: LiveServer) -> None:
-    outcome = soak.soak(local.Local(live.url, live.pid, live.log), seconds=8, seed=3)
+    outcome = soak.soak(local.Local(live.url, live.pid, live.log), seconds=8, seed=3, longest=700)
     assert outcome["ok"], {k: v for k, v in outcome.items() if k != "rss_mib"}
     # Which kinds a run this short gets to depends on the machine.
     assert sum(outcome["requests"].values()) >= 4
