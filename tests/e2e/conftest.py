@@ -43,7 +43,7 @@ WHOLE_MASS = {
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
-    "dense": ([*("--chunked-prefill-size", "512"), *("--page-size", "64")], {}),
+    "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
     # The probe compares every decode step with dense attention; it cannot look into a graph.
     "sparcas": (
         [*SPARSE, "sparcas", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,11 +12,12 @@ import pytest
 import torch
 
 from sglang_sparse.config import ConfigError
+from sglang_sparse.evaluate import harness
 from sglang_sparse.evaluate.arms import Arm, make_arms
 from sglang_sparse.evaluate.forcing import SCALE, ForcedTokens, serialized
-from sglang_sparse.evaluate.harness import command
 from sglang_sparse.evaluate.journal import Journal
 from sglang_sparse.evaluate.report import cells
+from sglang_sparse.tasks import wilson
 
 TOKENS = {
     "axes": {"budget": {"kind": "tokens", "tokens": 512}},
@@ -114,10 +114,27 @@ def test_perplexities_come_from_mean_losses_and_carry_their_spread() -> None:
     assert cells(entries[:1], [Arm("dense", {})])[0]["low"] is None
 
 
-def test_lm_eval_asks_for_the_arm_in_every_request() -> None:
-    server: Any = SimpleNamespace(model="m", base_url="http://127.0.0.1:1")
-    line = command(server, "tok", "gsm8k", Arm("128", {"budget": 128}), Path("out"))
-    assert line[:3] == ["lm_eval", "--model", "local-completions"]
-    assert "base_url=http://127.0.0.1:1/v1/completions" in line[4]
-    sent = json.loads(line[line.index("--gen_kwargs") + 1])
-    assert sent == {"custom_params": {"sparse": {"budget": 128}}}
+def test_cells_of_lm_eval_have_its_metrics_and_intervals() -> None:
+    found = {
+        "results": {
+            "exact": {"alias": "exact", "sample_len": 4, "exact_match,none": 0.75,
+                      "exact_match_stderr,none": 0.25},
+            "overlap": {"alias": "overlap", "sample_len": 3, "f1,none": 0.5, "f1_stderr,none": 0.1,
+                        "bleu,none": 20.0, "bleu_stderr,none": "N/A"},
+            "group": {"alias": "group", "exact_match,none": 0.6, "exact_match_stderr,none": 0.05},
+        },
+        "samples": {
+            "exact": [{"filter": "none", "exact_match": v} for v in (1, 1, 0.0, 1)],
+            "overlap": [{"filter": "none", "f1": v, "bleu": ("a", "b")} for v in (0.2, 0.5, 0.8)],
+        },
+    }  # fmt: skip
+    made = {c["task"]: c for c in harness._cells(found, Arm("128", {"budget": 128}))}
+    assert set(made) == {"exact exact_match,none", "overlap f1,none", "overlap bleu,none",
+                          "group exact_match,none"}  # fmt: skip
+    exact, f1 = made["exact exact_match,none"], made["overlap f1,none"]
+    assert (exact["count"], exact["value"]) == (4, 0.75)
+    assert (exact["low"], exact["high"]) == wilson(3, 4)
+    assert (f1["low"], f1["high"]) == pytest.approx((0.5 - 1.96 * 0.1, 0.5 + 1.96 * 0.1), abs=1e-3)
+    assert made["overlap bleu,none"]["low"] is None
+    assert made["group exact_match,none"]["high"] == pytest.approx(0.698, abs=1e-3)
+    assert all(c["arm"] == "128" and c["length"] is None for c in made.values())
