@@ -122,7 +122,12 @@ def _trials(report: dict[str, Any]) -> str:
         )
     where = " · ".join(
         str(part)
-        for part in (report.get("device"), report.get("commit"), f"sglang {report['sglang']}")
+        for part in (
+            report.get("device"),
+            report.get("commit"),
+            f"sglang {report['sglang']}",
+            report.get("flags"),
+        )
         if part
     )
     return (
