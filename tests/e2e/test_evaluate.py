@@ -24,7 +24,7 @@ from sglang_sparse.tasks import FileEncoder, TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-LENGTH, DECODED, COUNT = 900, 16, 2
+LENGTH, DECODED, COUNT = 700, 16, 2
 RUN = CliRunner()
 
 
