@@ -9,8 +9,29 @@ and casts to it truncate.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+OVERLAP_ROW_HEADS = 32
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def overlapping(row_heads: int) -> dict[str, bool]:
+    """Launch options of a kernel that calls :func:`begin`, in a batch of so many rows times heads.
+
+    Of few rows a launch comes up while the one before it ends, which saves part of the time
+    between them. Programs that come up early are spread unevenly, so a full device waits.
+    """
+    overlap = not INTERPRETED.value and row_heads <= OVERLAP_ROW_HEADS
+    return {"launch_pdl": True} if overlap else {}
+
+
+@triton.jit
+def begin():
+    """Let the next launch come up to here; wait until the one before has written everything."""
+    if not INTERPRETED:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

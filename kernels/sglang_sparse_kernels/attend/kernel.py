@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common import group_size, next_power_of_2
 from ..plan import DecodePlan
-from ..triton_ops import cast, dot
+from ..triton_ops import begin, cast, dot, overlapping
 from .types import num_splits
 
 WARPS = 4
@@ -77,6 +77,7 @@ def attend_split_kernel(
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    begin()
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s = tl.program_id(1)
     o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
@@ -156,6 +157,7 @@ def merge_splits_kernel(
     SPLITS: tl.constexpr,
     BS: tl.constexpr,
 ):
+    begin()
     i_q = tl.program_id(0).to(tl.int64)
     o_s, o_d = tl.arange(0, BS), tl.arange(0, D)
     # [BS]
@@ -237,6 +239,7 @@ def gathered_decode_attention_triton(
         HAS_CAP=logit_cap > 0,
         STAGES=stages,
         num_warps=WARPS,
+        **overlapping(rows * heads),
     )
     if splits > 1:
         merge_splits_kernel[(rows * query_heads,)](
@@ -247,4 +250,5 @@ def gathered_decode_attention_triton(
             SPLITS=splits,
             BS=next_power_of_2(splits),
             num_warps=4,
+            **overlapping(0),
         )

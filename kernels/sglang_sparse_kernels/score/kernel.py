@@ -13,7 +13,7 @@ from ..common import group_size, next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..select import BLOCK_UNITS
-from ..triton_ops import dot
+from ..triton_ops import begin, dot, overlapping
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 2048
@@ -201,6 +201,7 @@ def sketch_score_kernel(
     SUM: tl.constexpr,
     CHOOSE: tl.constexpr,
 ):
+    begin()
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     # What the row's plan says is read at once, not one answer after the other.
     scored = tl.load(reselect + i_r) != 0
@@ -305,6 +306,7 @@ def page_minmax_score_kernel(
     BLOCK: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
+    begin()
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
     n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
@@ -432,6 +434,7 @@ def sketch_score_triton(
         SUM=reduce == "sum",
         CHOOSE=choose_channels,
         num_warps=SKETCH_WARPS,
+        **overlapping(rows * heads),
     )
 
 
@@ -481,4 +484,5 @@ def page_minmax_score_triton(
         BLOCK=BLOCK_UNITS,
         REDUCE=reduce or "none",
         num_warps=MINMAX_WARPS,
+        **overlapping(rows * heads),
     )

@@ -76,7 +76,7 @@ def sample_bounds(
 
 
 @triton.jit
-def _take_streamed(
+def take_streamed(
     p_scores,
     p_list,
     p_out,
@@ -194,7 +194,7 @@ def stream_topk_kernel(
     i_rh = tl.program_id(0).to(tl.int64)
     if streamed & (tl.load(state + i_rh * COLUMNS + DONE) == 0):
         i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
-        _take_streamed(
+        take_streamed(
             scores + i_rh * width,
             block_list + i_rh * list_blocks,
             out_indices + i_l * capacity,

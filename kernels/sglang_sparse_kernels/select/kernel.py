@@ -16,11 +16,11 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from .alone import is_streamed
-from .search import load_units, rankable, search_winners, store_in_order
+from .search import forced_of, load_units, rankable, search_winners, store_in_order
+from .share import MAX_BLOCKS, parts_of, share_topk_triton
 from .stream import stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
 
-MAX_BLOCKS = 16384
 MIN_UNITS, MAX_UNITS = 16384, 32768
 MAX_WARPS = 16
 BLOCK_MAX_TILE = 4096
@@ -60,13 +60,6 @@ def block_max_kernel(
 
 
 @triton.jit
-def _forced(below, start, n):
-    """How many of n are forced: those before ``below`` and those from ``start`` on."""
-    below = tl.minimum(below, n)
-    return below + n - tl.maximum(start, below)
-
-
-@triton.jit
 def _prune(
     p_max,
     p_blocks,
@@ -89,7 +82,7 @@ def _prune(
     # With nothing recent to force, the last block is free whole.
     free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
     b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n, CLEAN)
-    forced = _forced(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
+    forced = forced_of(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
     b_win, floor = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
     store_in_order(p_blocks, b_win, tl.arange(0, BT // C) * C, k, BT // C, C)
     return floor
@@ -119,7 +112,7 @@ def _take(
     b_block = tl.where(pruned & m_b, b_block, tl.where(m_b, o_b, tl.cdiv(n, BLOCK)))
     # [BT / BLOCK, BLOCK]
     b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
-    forced = _forced(forced_below, free_below, n)
+    forced = forced_of(forced_below, free_below, n)
     b_win, _ = search_winners(b_s, o_u, floor, forced, n - 1, k, BT)
     b_base = tl.gather(b_block * BLOCK, o_b, 0)
     store_in_order(p_out, b_win, b_base, k, BT // BLOCK, BLOCK)
@@ -210,7 +203,8 @@ def select_topk_triton(
 ) -> None:
     """Launch :func:`select_topk_kernel`, one program a row and KV head; block maxima first.
 
-    Where shapes allow rows that do not fit, :func:`stream_topk_kernel` follows for those.
+    Few rows are shared by several programs instead. Where shapes allow rows that do not fit,
+    :func:`stream_topk_kernel` follows for those.
     """
     rows, heads, width = scores.shape
     blocks = workspace.block_max.shape[2]
@@ -229,6 +223,21 @@ def select_topk_triton(
             BT=BLOCK_MAX_TILE,
             BLOCK=BLOCK_UNITS,
         )
+    parts = parts_of(rows * heads, width, capacity, scores.device)
+    if parts > 1:
+        share_topk_triton(
+            scores,
+            plan,
+            unit=unit,
+            sink=sink,
+            recent=recent,
+            out_indices=out_indices,
+            out_counts=out_counts,
+            workspace=workspace,
+            clean=has_block_max,
+            parts=parts,
+        )
+        return
     tile_blocks, tile_units, warps = _tiles(width, capacity)
     select_topk_kernel[(rows * heads,)](
         scores,

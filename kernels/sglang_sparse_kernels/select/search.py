@@ -27,6 +27,13 @@ def rankable(b_s, b_u, forced_below, free_below, n, CLEAN: tl.constexpr):
 
 
 @triton.jit
+def forced_of(below, start, n):
+    """How many of n are forced: those before ``below`` and those from ``start`` on."""
+    below = tl.minimum(below, n)
+    return below + n - tl.maximum(start, below)
+
+
+@triton.jit
 def key_of(score):
     """int32 that orders as the float does."""
     bits = score.to(tl.int32, bitcast=True)
@@ -40,14 +47,14 @@ def score_of(key):
 
 
 @triton.jit
-def _count_reaching(b_s, score, SIZE: tl.constexpr):
+def count_reaching(b_s, score, SIZE: tl.constexpr):
     """How many of ``SIZE`` scores are at least ``score``, a finite one."""
     # The sign of a difference counts in two instructions; a comparison takes three.
     return SIZE + tl.sum((b_s - score).to(tl.int32, bitcast=True) >> 31)
 
 
 @triton.jit
-def _probe(lo, hi, weight_lo, weight_hi, step):
+def probe(lo, hi, weight_lo, weight_hi, step):
     """Next key to count at: where the log of the count, linear in the score, would meet k.
 
     Every sixth step halves the range of keys instead, which bounds the steps of any distribution.
@@ -61,7 +68,7 @@ def _probe(lo, hi, weight_lo, weight_hi, step):
 
 
 @triton.jit
-def _log_ratio(count, k):
+def log_ratio(count, k):
     return tl.log2(tl.maximum(count.to(tl.float32), 0.5) / k)
 
 
@@ -110,20 +117,20 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
         low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
     low = tl.minimum(low, FLOAT32_MAX)
     high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
-    count_lo = _count_reaching(b_s, low, SIZE)
+    count_lo = count_reaching(b_s, low, SIZE)
     count_hi = forced
     lo = key_of(low)
     searched = (forced < k) & (count_lo > k)
     hi = tl.where(searched, key_of(high), lo)
-    weight_lo = tl.abs(_log_ratio(count_lo, k))
-    weight_hi = tl.abs(_log_ratio(forced, k))
+    weight_lo = tl.abs(log_ratio(count_lo, k))
+    weight_hi = tl.abs(log_ratio(forced, k))
     side = tl.full((), 0, tl.int32)
     step = tl.full((), 0, tl.int32)
     while lo < hi:
-        middle = _probe(lo, hi, weight_lo, weight_hi, step)
+        middle = probe(lo, hi, weight_lo, weight_hi, step)
         score = score_of(middle)
-        count = _count_reaching(b_s, score, SIZE)
-        weight = tl.abs(_log_ratio(count, k))
+        count = count_reaching(b_s, score, SIZE)
+        weight = tl.abs(log_ratio(count, k))
         # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
         up = count >= k
         moved = tl.where(up, 1, -1)

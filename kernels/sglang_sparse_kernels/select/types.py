@@ -11,6 +11,13 @@ BLOCK_UNITS = 8
 STREAM_SPLITS = 32
 """Programs that share a row which does not fit in the registers of one."""
 
+FOUND_SLOTS = 8192
+"""Units that the programs that share a short list's row may list before one of them searches."""
+
+MAX_PARTS = 16
+MAX_SHARED_ROWS = 128
+"""Rows times KV heads up to which several programs share each row."""
+
 _STATE_COLUMNS = 8 + 3 * STREAM_SPLITS
 _ALIGN = 16
 
@@ -18,6 +25,10 @@ _ALIGN = 16
 def padded_blocks(max_units: int) -> int:
     """Width of a row of block maxima: rows start aligned, so that they load in wide accesses."""
     return -(-max_units // (BLOCK_UNITS * _ALIGN)) * _ALIGN
+
+
+def _shared_rows(max_rows: int, num_kv_heads: int) -> int:
+    return min(max_rows, MAX_SHARED_ROWS // num_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,16 @@ class TopkWorkspace:
         block_max: [R, H, padded_blocks(max_units)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner.
         state: [R, H, columns] int32, what the programs that share a row tell each other.
+        found_scores: [min(R, 128 / H), H, 8192] float32, units that may win where several programs
+            share a row of a short list.
+        found_units: the same in int32, which units they are.
     """
 
     block_max: torch.Tensor
     blocks: torch.Tensor
     state: torch.Tensor
+    found_scores: torch.Tensor
+    found_units: torch.Tensor
 
     def rows(self, batch_size: int) -> "TopkWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -40,8 +56,7 @@ class TopkWorkspace:
             raise ValueError(
                 f"batch of {batch_size} rows does not fit a workspace of {self.block_max.shape[0]}"
             )
-        tensors = (self.block_max, self.blocks, self.state)
-        return TopkWorkspace(*(tensor[:batch_size] for tensor in tensors))
+        return TopkWorkspace(*(tensor[:batch_size] for tensor in vars(self).values()))
 
 
 def topk_workspace_bytes(
@@ -50,7 +65,8 @@ def topk_workspace_bytes(
     """Bytes that :func:`make_topk_workspace` allocates."""
     blocks = padded_blocks(max_units)
     columns = blocks + min(blocks, capacity_units) + _STATE_COLUMNS
-    return 4 * max_rows * num_kv_heads * columns
+    found = 2 * _shared_rows(max_rows, num_kv_heads) * FOUND_SLOTS
+    return 4 * num_kv_heads * (max_rows * columns + found)
 
 
 def make_topk_workspace(
@@ -71,8 +87,11 @@ def make_topk_workspace(
     """
     blocks = padded_blocks(max_units)
     shape = (max_rows, num_kv_heads)
+    found = (_shared_rows(max_rows, num_kv_heads), num_kv_heads, FOUND_SLOTS)
     return TopkWorkspace(
         block_max=torch.zeros((*shape, blocks), dtype=torch.float32, device=device),
         blocks=torch.zeros((*shape, min(blocks, capacity_units)), dtype=torch.int32, device=device),
         state=torch.zeros((*shape, _STATE_COLUMNS), dtype=torch.int32, device=device),
+        found_scores=torch.zeros(found, dtype=torch.float32, device=device),
+        found_units=torch.zeros(found, dtype=torch.int32, device=device),
     )

@@ -2,15 +2,22 @@
 """Top-k selection: the definition against Python's sort, the kernel equal to the definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from kernel_cases import DEVICE, NAN, Batch
 
 from sglang_sparse_kernels import TopkWorkspace, make_topk_workspace, select_topk
-from sglang_sparse_kernels.select import alone, kernel, stream
+from sglang_sparse_kernels.select import alone, kernel, share, stream
 
 STALE = -7
+
+
+@pytest.fixture(autouse=True)
+def rows_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of few rows reach the kernels of many; the test of shared rows asks for parts."""
+    monkeypatch.setattr(kernel, "parts_of", lambda *_: 1)
 
 
 def naive_topk(scores: list[float], kept: int, below: int, start: int) -> list[int]:
@@ -64,6 +71,8 @@ def select(
     workspace.block_max.fill_(NAN)
     workspace.blocks.fill_(2**30)
     workspace.state.fill_(2**30)
+    workspace.found_scores.fill_(NAN)
+    workspace.found_units.fill_(2**30)
     select_topk(
         scores, batch.plan, unit=batch.unit,
         out_indices=indices, out_counts=counts, workspace=workspace, impl=impl, **options,
@@ -189,6 +198,26 @@ def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
     got = select(batch, scores, "triton", workspace, sink=4, recent=9)
     check_lists(batch, scores, got, 4, 9)
     assert workspace.state[0, 0, alone.DONE.value] == done
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whole", [256, 512], ids=lambda units: f"whole{units}")
+def test_several_programs_share_few_rows(
+    kind: str, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows looked at whole or by their block maxima, in tiles that hold a part or do not."""
+    monkeypatch.setattr(kernel, "parts_of", lambda *_: 4)
+    for name, value in {"WHOLE_UNITS": whole, "PART_UNITS": 128, "FALLBACK_UNITS": 256}.items():
+        monkeypatch.setattr(share, name, value)
+    seed = KINDS.index(kind) + whole
+    batch = Batch([1501, 300, 90, 700], budget=50, heads=1, capacity=80, seed=seed, dense_rows=(2,))
+    scores = random_scores(batch, kind, 1501 + 3 * (whole == 256))
+    workspace = make_topk_workspace(4, 1, scores.shape[2], batch.capacity, DEVICE)
+    # Room for 64 units a part, half of which are tried first.
+    slots = workspace.found_scores[..., : 4 * 64].contiguous()
+    workspace = replace(workspace, found_scores=slots, found_units=slots.int())
+    got = select(batch, scores, "triton", workspace, sink=4, recent=9)
+    check_lists(batch, scores, got, 4, 9)
 
 
 def test_block_maxima_of_the_score_kernel_are_trusted() -> None:

@@ -10,9 +10,9 @@ from sglang_sparse_kernels import (
     DecodePlan,
     PlaneBuffers,
     TopkWorkspace,
+    make_topk_workspace,
     gathered_decode_attention,
     make_workspace,
-    padded_blocks,
     page_minmax_score,
     plan_decode,
     select_channels,
@@ -37,12 +37,8 @@ class Decoder:
         self.channels = full((*state, 16), 2**30, torch.int32)
         self.indices = full((*state, batch.capacity), 2**30, torch.int32)
         self.counts = full(state, 2**30, torch.int32)
-        blocks = padded_blocks(width)
-        self.topk = TopkWorkspace(
-            full((rows, batch.heads, blocks), -77.0, torch.float32),
-            full((rows, batch.heads, min(blocks, batch.capacity)), 2**30, torch.int32),
-            full((rows, batch.heads, 104), 2**30, torch.int32),
-        )
+        topk = make_topk_workspace(rows, batch.heads, width, batch.capacity, DEVICE)
+        self.topk = TopkWorkspace(*(full(t.shape, 2**30, t.dtype) for t in vars(topk).values()))
         heads = batch.heads * batch.group
         needed = make_workspace(rows, heads, batch.heads, batch.dim, DEVICE).numel()
         self.workspace = full((needed,), -77.0, torch.float32)

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Exact top-k of few rows: several programs share each, so that one request fills the device.
+
+No program waits for another. First each finds, from the block maxima (or the units of a short
+row), a score that at least k units reach and few more do, and lists the units of its own part that
+reach it. Then each searches the lists of all parts for the k-th best and writes its part's winners
+behind those of the parts before it. A row whose parts list too many, for its best units lie close
+together or are equal, is taken by one program that reads it some four times.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common import next_power_of_2
+from ..device import multiprocessors
+from ..plan import DecodePlan
+from ..triton_ops import begin, overlapping
+from .alone import take_streamed
+from .search import (
+    FLOAT32_MAX,
+    count_reaching,
+    forced_of,
+    key_of,
+    load_units,
+    log_ratio,
+    probe,
+    score_of,
+    winners,
+)
+from .types import BLOCK_UNITS, FOUND_SLOTS, MAX_PARTS, MAX_SHARED_ROWS, TopkWorkspace
+
+MAX_BLOCKS = 16384
+WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
+PART_UNITS, PART_BLOCK = 2048, 4
+FIND_WARPS = SETTLE_WARPS = 8
+FALLBACK_UNITS = 4096
+
+_FOUND = tl.constexpr(8)  # first column of a row's state: units that each part listed
+
+
+def parts_of(row_heads: int, width: int, capacity: int, device: torch.device) -> int:
+    """Programs that share a row and KV head; 1 if rows are not shared."""
+    fits = width <= MAX_BLOCKS * BLOCK_UNITS and 2 * capacity <= FOUND_SLOTS
+    if not fits or row_heads > MAX_SHARED_ROWS:
+        return 1
+    fill = multiprocessors(device) // row_heads
+    return min(MAX_PARTS, max(1, next_power_of_2(fill + 1) // 2))
+
+
+@triton.jit
+def _floor(
+    p_s,
+    n,
+    forced_below,
+    free_below,
+    k,
+    most,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """A score that at least k of n scores reach, and at most ``most`` if a few counts find one.
+
+    -inf if fewer than k are above that. At most ``SIZE`` scores are held in registers.
+    """
+    o_b = tl.arange(0, SIZE // BLOCK)
+    b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
+    forced = forced_of(forced_below, free_below, n)
+    low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
+    low = tl.minimum(low, FLOAT32_MAX)
+    high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
+    count_lo = count_reaching(b_s, low, SIZE)
+    lo = key_of(low)
+    hi = tl.where((forced < k) & (count_lo > most), key_of(high), lo)
+    weight_lo = tl.abs(log_ratio(count_lo, k))
+    weight_hi = tl.abs(log_ratio(forced, k))
+    side = tl.full((), 0, tl.int32)
+    step = tl.full((), 0, tl.int32)
+    while (lo < hi) & (step < 12):
+        middle = probe(lo, hi, weight_lo, weight_hi, step)
+        count = count_reaching(b_s, score_of(middle), SIZE)
+        weight = tl.abs(log_ratio(count, k))
+        up = count >= k
+        moved = tl.where(up, 1, -1)
+        stale = tl.where(moved == side, 0.5, 1.0)
+        weight_lo = tl.where(up, weight, weight_lo * stale)
+        weight_hi = tl.where(up, weight_hi * stale, weight)
+        lo = tl.where(up, middle, lo)
+        hi = tl.where(up, hi, middle - 1)
+        hi = tl.where(up & (count <= most), lo, hi)
+        side = moved
+        step += 1
+    return tl.where(count_lo < k, float("-inf"), score_of(lo))
+
+
+@triton.jit
+def find_kernel(
+    scores,
+    block_max,
+    found_scores,
+    found_units,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    list_rows,
+    out_counts,
+    width,
+    blocks,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    BB: tl.constexpr,
+    BU: tl.constexpr,
+    BT: tl.constexpr,
+    PB: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """List a part's units that reach a score which at least k units of the row reach."""
+    begin()
+    i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // H, tl.program_id(1)
+    # What the row's plan says is read at once, not one answer after the other.
+    reselected = tl.load(reselect + i_r) != 0
+    tokens = tl.load(tail_start + i_r)
+    n = tl.cdiv(tokens, UNIT)
+    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    if reselected:
+        if i_s == 0:
+            tl.store(out_counts + i_l, k)
+        if k > 0:
+            forced_below = tl.cdiv(sink, UNIT)
+            free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+            p_scores = scores + i_rh * width
+            p_max = block_max + i_rh * blocks
+            # A few more than k cost less than counting on.
+            most = k + k // 16
+            if n <= BU:
+                floor = _floor(
+                    p_scores, n, forced_below, free_below, k, most, BU, BLOCK, WHOLE, CLEAN
+                )
+            else:
+                count = tl.cdiv(n, BLOCK)
+                below = tl.cdiv(forced_below, BLOCK)
+                # With nothing recent to force, the last block is free whole.
+                free = tl.where(free_below < n, free_below // BLOCK, count)
+                if count <= BB // 4:
+                    floor = _floor(p_max, count, below, free, k, most, BB // 4, BLOCK, True, CLEAN)
+                else:
+                    floor = _floor(p_max, count, below, free, k, most, BB, BLOCK, True, CLEAN)
+            share = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
+            first = i_s * share
+            last = tl.minimum(first + share, n)
+            base = i_rh * SLOTS + i_s * (SLOTS // PARTS)
+            found = tl.full((), 0, tl.int32)
+            for i_t in range(first, last, BT):
+                o_b = i_t // PB + tl.arange(0, BT // PB)
+                b_s, o_u = load_units(
+                    p_scores, o_b, o_b * PB < last, n, forced_below, free_below, PB, WHOLE, CLEAN
+                )
+                # [BT / PB, PB]
+                b_reach = ((b_s >= floor) & (o_u < last)).to(tl.int32)
+                b_row = tl.sum(b_reach, 1)
+                o_w = (found + tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_reach, 1) - 1
+                m_w = (b_reach != 0) & (o_w < SLOTS // PARTS)
+                tl.store(found_scores + base + o_w, b_s, mask=m_w)
+                tl.store(found_units + base + o_w, o_u, mask=m_w)
+                found += tl.sum(b_row)
+            tl.store(state + i_rh * COLUMNS + _FOUND + i_s, found)
+
+
+@triton.jit
+def _settle(
+    p_scores,
+    p_units,
+    p_out,
+    b_found,
+    own,
+    k,
+    BC: tl.constexpr,
+    PARTS: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """Write this part's winners of the k best of all lists, at most ``BC`` units each."""
+    i_s = tl.program_id(1)
+    o_s, o_c = tl.arange(0, PARTS), tl.arange(0, BC)
+    o_p = o_s[:, None] * STRIDE + o_c[None, :]
+    # Four at a time are readable, so that they load at once.
+    m_p = (o_c // 4 * 4)[None, :] < b_found[:, None]
+    # [PARTS, BC]
+    b_s = tl.load(p_scores + o_p, mask=m_p, other=float("-inf"))
+    m_p = o_c[None, :] < b_found[:, None]
+    b_s = tl.where(m_p, b_s, float("-inf"))
+    # Positions in the lists order as units do; what is no unit ranks behind all.
+    b_i = tl.where(m_p, o_p, 2147483647)
+    b_win, score = winners(b_s, b_i, float("-inf"), PARTS * STRIDE - 1, k, PARTS * BC)
+    b_win &= m_p
+    cut = tl.max(tl.where(b_win & (b_s == score), b_i, -1))
+    b_wins = tl.sum(b_win.to(tl.int32), 1)
+    taken = tl.sum(tl.where(o_s < i_s, b_wins, 0))
+    o_o = i_s * STRIDE + o_c
+    m_o = o_c < own
+    # [BC]
+    b_o = tl.load(p_scores + o_o, mask=m_o, other=float("-inf"))
+    b_u = tl.load(p_units + o_o, mask=m_o, other=0)
+    b_won = (m_o & ((b_o > score) | ((b_o == score) & (o_o <= cut)))).to(tl.int32)
+    o_w = taken + tl.cumsum(b_won, 0) - 1
+    tl.store(p_out + o_w, b_u, mask=(b_won != 0) & (o_w < k))
+
+
+@triton.jit
+def settle_kernel(
+    scores,
+    found_scores,
+    found_units,
+    block_list,
+    state,
+    tail_start,
+    k_units,
+    reselect,
+    list_rows,
+    out_indices,
+    width,
+    list_blocks,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Find the k best of what the parts listed; write those of this part."""
+    begin()
+    i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // H, tl.program_id(1)
+    STRIDE: tl.constexpr = SLOTS // PARTS
+    p_found = state + i_rh * COLUMNS + _FOUND
+    reselected = tl.load(reselect + i_r) != 0
+    tokens = tl.load(tail_start + i_r)
+    n = tl.cdiv(tokens, UNIT)
+    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    # [PARTS]
+    b_found = tl.load(p_found + tl.arange(0, PARTS))
+    own = tl.load(p_found + i_s)
+    if reselected & (k > 0):
+        p_scores, p_units = found_scores + i_rh * SLOTS, found_units + i_rh * SLOTS
+        p_out = out_indices + i_l * capacity
+        found = tl.max(b_found)
+        if found <= STRIDE // 2:
+            _settle(p_scores, p_units, p_out, b_found, own, k, STRIDE // 2, PARTS, STRIDE)
+        elif found <= STRIDE:
+            _settle(p_scores, p_units, p_out, b_found, own, k, STRIDE, PARTS, STRIDE)
+        elif i_s == 0:
+            take_streamed(
+                scores + i_rh * width,
+                block_list + i_rh * list_blocks,
+                p_out,
+                n,
+                k,
+                tl.cdiv(sink, UNIT),
+                tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n),
+                list_blocks,
+                TILE,
+                BLOCK,
+                WHOLE,
+                CLEAN,
+            )
+
+
+def share_topk_triton(
+    scores: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    unit: int,
+    sink: int,
+    recent: int,
+    out_indices: torch.Tensor,
+    out_counts: torch.Tensor,
+    workspace: TopkWorkspace,
+    clean: bool,
+    parts: int,
+) -> None:
+    """Launch the two kernels, ``parts`` programs a row and KV head; block maxima are there.
+
+    Args:
+        clean: scores hold neither NaN nor +inf.
+        parts: from :func:`parts_of`, a power of two above 1.
+    """
+    rows, heads, width = scores.shape
+    capacity = out_indices.shape[2]
+    row = (plan.tail_start, plan.k_units, plan.reselect, plan.list_rows)
+    shapes: dict[str, int] = {
+        "H": heads,
+        "UNIT": unit,
+        "PARTS": parts,
+        "SLOTS": workspace.found_scores.shape[2],
+        "BLOCK": BLOCK_UNITS,
+        "WHOLE": width % BLOCK_UNITS == 0,
+        "CLEAN": clean,
+        "COLUMNS": workspace.state.shape[2],
+        **overlapping(rows * heads),
+    }
+    found = (workspace.found_scores, workspace.found_units)
+    blocks = max(1024, next_power_of_2(triton.cdiv(width, BLOCK_UNITS)))
+    find_kernel[(rows * heads, parts)](
+        scores, workspace.block_max, *found, workspace.state, *row, out_counts,
+        width, workspace.block_max.shape[2], capacity, sink, recent,
+        BB=min(blocks, MAX_BLOCKS), BU=min(WHOLE_UNITS, max(1024, next_power_of_2(width))),
+        BT=PART_UNITS, PB=PART_BLOCK, num_warps=FIND_WARPS, **shapes,
+    )  # fmt: skip
+    settle_kernel[(rows * heads, parts)](
+        scores, *found, workspace.blocks, workspace.state, *row, out_indices,
+        width, workspace.blocks.shape[2], capacity, sink, recent,
+        TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, **shapes,
+    )  # fmt: skip
