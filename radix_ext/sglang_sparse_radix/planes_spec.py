@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from sglang_sparse_kernels.planes import (
+    SCALE_DTYPE,
     SKETCH_DTYPES,
     SketchFormat,
     has_scale,
@@ -37,7 +38,7 @@ class PlaneSpec:
         logical_page: tokens that an entry of these covers; divides the physical page size P.
         key_sketch: format of the dimension-major `key_sketch`, `[L, runs, H, D, 128]`, or None for
             no sketch. A run is 128 / P pages; `"int4"` holds two tokens a byte. Integers add
-            `key_sketch_scale`, float32 `[L, pages, H, P]`.
+            `key_sketch_scale`, float16 `[L, pages, H, P]`.
 
     Raises:
         ValueError: one line naming the field, its value and what is allowed.
@@ -122,7 +123,7 @@ class PlaneSpec:
             elements = page_size // tokens_per_element(self.sketch_dtype)
             total += elements * row * self.sketch_dtype.itemsize
         if self.sketch_dtype is not None and has_scale(self.sketch_dtype):
-            total += page_size * head_num * torch.float32.itemsize
+            total += page_size * head_num * SCALE_DTYPE.itemsize
         return total
 
 

@@ -15,6 +15,7 @@ import torch
 _FP8_MAX = 448.0
 _INT8_MAX = 127.0
 _INT4_MAX = 7.0
+_SCALE_MAX = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,11 @@ def expected_planes(
     seen = written[:, None, None, :]
     if sketch_dtype in (torch.int8, torch.uint8):
         most = _INT8_MAX if sketch_dtype == torch.int8 else _INT4_MAX
-        scale = keys.float().abs().amax(2) / most  # [N, H, P]
-        safe = torch.where(scale > 0, scale, torch.ones_like(scale))
+        scale = (keys.float().abs().amax(2) / most).clamp(max=_SCALE_MAX).half()  # [N, H, P]
+        safe = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
+        codes = torch.round(keys.float() / safe[:, :, None]).clamp(-most, most)
         # Of 4 bits, one integer a byte: `compare_planes` unpacks what is stored.
-        out["key_sketch"] = (torch.round(keys.float() / safe[:, :, None]).to(torch.int8), seen)
+        out["key_sketch"] = (codes.to(torch.int8), seen)
         out["key_sketch_scale"] = (scale, written[:, None, :])
     elif sketch_dtype == torch.float8_e4m3fn:
         out["key_sketch"] = (keys.float().clamp(-_FP8_MAX, _FP8_MAX).to(sketch_dtype), seen)

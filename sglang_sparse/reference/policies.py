@@ -115,8 +115,8 @@ def stored(k: Tensor, storage: Storage) -> Tensor:
     if storage == "bf16":
         return k.bfloat16().to(k.dtype)
     most = 127 if storage == "int8" else 7
-    scale = (k.float().abs().amax(-1, keepdim=True) / most).clamp_min(1e-30)
-    return ((k.float() / scale).round() * scale).to(k.dtype)
+    scale = (k.float().abs().amax(-1, keepdim=True) / most).half().float().clamp_min(1e-30)
+    return ((k.float() / scale).round().clamp(-most, most) * scale).to(k.dtype)
 
 
 def sparcas_scores(q: Tensor, k8: Tensor, channels: int, reduce: Reduce) -> Tensor:

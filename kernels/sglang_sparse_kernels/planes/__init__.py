@@ -10,6 +10,7 @@ from .reference import (
     sketch_values,
 )
 from .types import (
+    SCALE_DTYPE,
     SKETCH_DTYPES,
     PlaneBuffers,
     SketchFormat,
@@ -19,6 +20,7 @@ from .types import (
 )
 
 __all__ = [
+    "SCALE_DTYPE",
     "SKETCH_DTYPES",
     "PlaneBuffers",
     "SketchFormat",

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..triton_ops import cast
-from .types import FP8_MAX, INT4_MAX, INT4_ZERO, INT8_MAX, PlaneBuffers
+from .types import FP8_MAX, INT4_MAX, INT4_ZERO, INT8_MAX, SCALE_MAX, PlaneBuffers
 
 
 def _sketch_tile(max_new_tokens: int, page_size: int) -> tuple[int, int]:
@@ -102,6 +102,7 @@ def update_sketch_kernel(
     num_pages,
     fp8_max,
     int_max,
+    scale_max,
     H: tl.constexpr,
     D: tl.constexpr,
     BD: tl.constexpr,
@@ -131,9 +132,12 @@ def update_sketch_kernel(
         if FORMAT == "fp8":
             b_k = _round_to_e4m3(tl.minimum(tl.maximum(b_k, -fp8_max), fp8_max))
         elif FORMAT == "int8" or FORMAT == "int4":
-            b_scale = tl.div_rn(tl.max(tl.abs(b_k), 1), int_max)
-            b_safe = tl.where(b_scale > 0, b_scale, 1.0)
+            b_scale = tl.minimum(tl.div_rn(tl.max(tl.abs(b_k), 1), int_max), scale_max)
+            b_scale = b_scale.to(tl.float16)
+            b_safe = tl.where(b_scale > 0, b_scale.to(tl.float32), 1.0)
             b_k = tl.div_rn(b_k, b_safe[:, None] + tl.zeros_like(b_k))
+            # The scale was rounded, so the largest may lie a little over.
+            b_k = tl.minimum(tl.maximum(b_k, -int_max), int_max)
             b_k = _round_half_even(b_k, tl.full((), 1.0, tl.float32))
             tl.store(key_sketch_scale + entry * PAGE + o_p, b_scale, mask=m_t)
         # A page's part of its run; a channel further is a run further.
@@ -247,6 +251,7 @@ def update_planes_triton(
             0 if planes.key_sketch_scale is None else planes.key_sketch_scale.shape[1],
             FP8_MAX,
             INT8_MAX if planes.key_sketch.dtype == torch.int8 else INT4_MAX,
+            SCALE_MAX,
             H=heads,
             D=dim,
             BD=next_power_of_2(dim),

@@ -11,6 +11,8 @@ from .types import (
     INT4_MAX,
     INT4_ZERO,
     INT8_MAX,
+    SCALE_DTYPE,
+    SCALE_MAX,
     PlaneBuffers,
     has_scale,
     tokens_per_element,
@@ -20,7 +22,7 @@ from .types import (
 def quantize_sketch(
     keys: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Keys [..., D] in the sketch's ``dtype``, with the scale of integers [...] float32 or None.
+    """Keys [..., D] in the sketch's ``dtype``, with the scale of integers [...] float16 or None.
 
     fp8 saturates at +-448; integers are symmetric per token and head, rounding halves to even.
     Those of 4 bits (uint8) come one a byte, plus 8.
@@ -32,9 +34,9 @@ def quantize_sketch(
         keys = keys.float()
         largest = keys.abs().amax(-1)
         # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
-        scale = largest / torch.full_like(largest, most)
-        safe = torch.where(scale > 0, scale, 1.0)
-        return ((keys / safe[..., None]).round() + zero).to(dtype), scale
+        scale = (largest / torch.full_like(largest, most)).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
+        safe = torch.where(scale > 0, scale, 1.0).float()
+        return ((keys / safe[..., None]).round().clamp(-most, most) + zero).to(dtype), scale
     return keys.to(dtype), None
 
 

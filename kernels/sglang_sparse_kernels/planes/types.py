@@ -17,6 +17,9 @@ SKETCH_DTYPES: dict[str, torch.dtype] = {
 FP8_MAX = 448.0
 INT8_MAX = 127.0
 INT4_MAX = 7.0
+SCALE_DTYPE = torch.float16
+"""Of the scale of a token in a sketch of integers."""
+SCALE_MAX = 65504.0
 INT4_ZERO = 8
 """What is added to a 4-bit integer before it is stored."""
 
@@ -56,7 +59,7 @@ class PlaneBuffers:
             neighbours: a run holds 128 / P pages, and :func:`by_page` finds them. In 4 bits it is
             uint8 [L, runs, H, D, 64]: tokens t and t + P / 2 of a page in the low and high half of
             a byte, plus 8.
-        key_sketch_scale: [L, pages, H, P] float32, scale of each token, for integers alone.
+        key_sketch_scale: [L, pages, H, P] float16, scale of each token, for integers alone.
         logical_page: tokens a logical page (u).
     """
 
@@ -104,7 +107,7 @@ class PlaneBuffers:
             key_sketch_scale=(
                 None
                 if dtype is None or not has_scale(dtype)
-                else torch.zeros(scale, dtype=torch.float32, device=device)
+                else torch.zeros(scale, dtype=SCALE_DTYPE, device=device)
             ),
             logical_page=logical_page,
         )

@@ -103,7 +103,7 @@ def sketch_score(
         channels: int32 [list rows, H, D_b], from :func:`select_channels`, or written here.
         key_sketch: [runs, H, D, tokens a run] float8_e4m3fn, int8 or bfloat16, or half as many
             uint8 for 4-bit integers (:class:`PlaneBuffers`), one layer.
-        key_sketch_scale: float32 [pages, H, P] for integers, else None.
+        key_sketch_scale: float16 [pages, H, P] for integers, else None.
         plan: R rows; page_table, tail_start, k_units, reselect, refresh and list_rows are read.
         page_size: tokens a physical page (P): 16, 32 or 64.
         reduce: "max" or "sum" over the group.

@@ -13,7 +13,7 @@ from ..common import group_size, next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..select import BLOCK_UNITS
-from ..triton_ops import begin, dot, overlapping
+from ..triton_ops import INTERPRETED, begin, dot, overlapping
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 2048
@@ -95,10 +95,10 @@ def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexp
 
 
 @triton.jit
-def _scale_weights(weights, scale, SIZE: tl.constexpr):
+def _scale_weights(weights, factor, SIZE: tl.constexpr):
     scaled = ()
     for i_w in tl.static_range(SIZE):
-        scaled = scaled + ((weights[i_w] / scale).to(tl.float16),)  # noqa: RUF005
+        scaled = scaled + ((weights[i_w] * factor).to(tl.float16),)  # noqa: RUF005
     return scaled
 
 
@@ -108,12 +108,75 @@ def _join(b_a, b_b, SUM: tl.constexpr):
 
 
 @triton.jit
-def _score_piece(
+def _int8_keys(b_k):
+    """int8 as fp16; four at a time by their bits, as a conversion takes four times as long."""
+    if INTERPRETED:
+        b_f = b_k.to(tl.float16)
+    else:
+        # The fp16 number 1024 + n has the bits of n under its exponent's.
+        b_f = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 x, lo, hi, c;
+                mov.b32 c, 0x64806480;
+                xor.b32 x, $2, 0x80808080;
+                prmt.b32 lo, x, 0x64646464, 0x4140;
+                prmt.b32 hi, x, 0x64646464, 0x4342;
+                sub.f16x2 $0, lo, c;
+                sub.f16x2 $1, hi, c;
+            }
+            """,
+            "=r,=r,r",
+            [b_k],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    return b_f
+
+
+@triton.jit
+def _int4_keys(b_k):
+    """(low, high) halves of bytes as fp16, without the 8 that was added to them."""
+    if INTERPRETED:
+        b_low = (b_k & 15).to(tl.float16) - 8.0
+        b_high = (b_k >> 4).to(tl.float16) - 8.0
+    else:
+        # A high half stays where it is: 1024 + 16 n, times 1/16, less 72.
+        b_low, b_high = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 x, y, a, b, c, d, e;
+                mov.b32 c, 0x64086408;
+                mov.b32 d, 0x2C002C00;
+                mov.b32 e, 0xD480D480;
+                prmt.b32 x, $4, 0, 0x4140;
+                prmt.b32 y, $4, 0, 0x4342;
+                lop3.b32 a, x, 0x000F000F, 0x64006400, 0xEA;
+                lop3.b32 b, y, 0x000F000F, 0x64006400, 0xEA;
+                sub.f16x2 $0, a, c;
+                sub.f16x2 $1, b, c;
+                lop3.b32 a, x, 0x00F000F0, 0x64006400, 0xEA;
+                lop3.b32 b, y, 0x00F000F0, 0x64006400, 0xEA;
+                fma.rn.f16x2 $2, a, d, e;
+                fma.rn.f16x2 $3, b, d, e;
+            }
+            """,
+            "=r,=r,=r,=r,r",
+            [b_k],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return b_low, b_high
+
+
+@triton.jit
+def _score_pieces(
     p_s,
     kept,
     weights,
     m_j,
-    i_piece: tl.constexpr,
     G: tl.constexpr,
     KEPT: tl.constexpr,
     BP: tl.constexpr,
@@ -121,37 +184,43 @@ def _score_piece(
     RUN: tl.constexpr,
     SUM: tl.constexpr,
     SUMS: tl.constexpr,
-    NIBBLES: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
-    """Joined scores [BP, PIECE] of the heads, before scales; ``p_s`` is their channel 0."""
-    b_score = tl.full((BP, PIECE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS)
+    """Joined scores [BP, PIECE] of the heads, before scales; ``p_s`` is their channel 0.
+
+    A tuple of two where a byte holds two tokens, the low halves first.
+    """
+    joined = ()
+    for _ in tl.static_range(PIECES):
+        joined = joined + (  # noqa: RUF005
+            tl.full((BP, PIECE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS),
+        )
     for i_g in tl.static_range(0, G, 4):
         # Four heads at a time: their sums and a channel's keys fit in registers.
-        b_0 = tl.zeros((BP, PIECE), SUMS)
-        b_1, b_2, b_3 = b_0, b_0, b_0
+        HEADS: tl.constexpr = G - i_g if G - i_g < 4 else 4
+        sums = ()
+        for _ in tl.static_range(HEADS * PIECES):
+            sums = sums + (tl.zeros((BP, PIECE), SUMS),)  # noqa: RUF005
         for i_c in tl.static_range(KEPT):
             # [BP, PIECE]
             b_k = tl.load(p_s + kept[i_c] * RUN, mask=m_j, other=0.0)
-            if NIBBLES:
-                # The fp16 number 1024 + n has the bits of n under its exponent's.
-                b_n = ((b_k.to(tl.int16) >> (4 * i_piece)) & 15) | 0x6400
-                b_k = b_n.to(tl.float16, bitcast=True) - 1032.0
-            b_k = b_k.to(SUMS)
-            b_0 += weights[i_g * KEPT + i_c] * b_k
-            if i_g + 1 < G:
-                b_1 += weights[(i_g + 1) * KEPT + i_c] * b_k
-            if i_g + 2 < G:
-                b_2 += weights[(i_g + 2) * KEPT + i_c] * b_k
-            if i_g + 3 < G:
-                b_3 += weights[(i_g + 3) * KEPT + i_c] * b_k
-        b_score = _join(b_score, b_0, SUM)
-        if i_g + 1 < G:
-            b_score = _join(b_score, b_1, SUM)
-        if i_g + 2 < G:
-            b_score = _join(b_score, b_2, SUM)
-        if i_g + 3 < G:
-            b_score = _join(b_score, b_3, SUM)
-    return b_score
+            if PIECES == 2:
+                keys = _int4_keys(b_k)
+            elif b_k.dtype == tl.int8:
+                keys = (_int8_keys(b_k),)
+            else:
+                keys = (b_k.to(SUMS),)
+            added = ()
+            for i in tl.static_range(HEADS * PIECES):
+                weight = weights[(i_g + i // PIECES) * KEPT + i_c]
+                added = added + (sums[i] + weight * keys[i % PIECES],)  # noqa: RUF005
+            sums = added
+        for i_h in tl.static_range(HEADS):
+            more = ()
+            for i_p in tl.static_range(PIECES):
+                more = more + (_join(joined[i_p], sums[i_h * PIECES + i_p], SUM),)  # noqa: RUF005
+            joined = more
+    return joined
 
 
 @triton.jit
@@ -185,6 +254,7 @@ def sketch_score_kernel(
     block_max,
     stride_q,
     stride_table,
+    pages,
     width,
     blocks,
     H: tl.constexpr,
@@ -209,6 +279,10 @@ def sketch_score_kernel(
     sparse = tl.load(k_units + i_r) > 0
     n = tl.where(scored, tl.load(tail_start + i_r), 0)
     i_l = tl.load(list_rows + i_r).to(tl.int64)
+    p_table = page_table + i_r.to(tl.int64) * stride_table
+    o_j = tl.program_id(1) * BP + tl.arange(0, BP)
+    # [BP]; entries past the row's pages are not used.
+    b_page = tl.load(p_table + o_j, mask=o_j < pages, other=0)
     if (scored | fresh) & sparse:
         p_c = channels + (i_l * H + i_h) * KEPT
         p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
@@ -230,37 +304,41 @@ def sketch_score_kernel(
             largest = tl.abs(weights[0])
             for i_w in tl.static_range(1, G * KEPT):
                 largest = tl.maximum(tl.abs(weights[i_w]), largest)
-            exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
-            q_scale = tl.maximum(exponent, 0x00800000).to(tl.float32, bitcast=True)
-            weights = _scale_weights(weights, q_scale, G * KEPT)
+            exponent = largest.to(tl.int32, bitcast=True) >> 23
+            # Within what has a reciprocal that is no subnormal number.
+            exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+            q_scale = (exponent << 23).to(tl.float32, bitcast=True)
+            factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+            weights = _scale_weights(weights, factor, G * KEPT)
 
         base = tl.program_id(0).to(tl.int64)
         o_out = tl.multiple_of(base * width, ALIGN)
-        p_table = page_table + i_r.to(tl.int64) * stride_table
-        NIBBLES: tl.constexpr = key_sketch.dtype.element_ty == tl.uint8
-        # Tokens of a page that are scored at a time: those in the same half of a byte.
-        PIECE: tl.constexpr = PAGE // 2 if NIBBLES else PAGE
+        # Pieces of a page: the tokens in the same half of a byte.
+        PIECES: tl.constexpr = 2 if key_sketch.dtype.element_ty == tl.uint8 else 1
+        PIECE: tl.constexpr = PAGE // PIECES
         o_c = tl.arange(0, PIECE)
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BP * PAGE), tl.num_programs(1)):
-            o_j = i_t * BP + tl.arange(0, BP)
             m_j = (o_j * PAGE < n)[:, None]
-            # [BP]
-            b_page = tl.load(p_table + o_j, mask=o_j * PAGE < n, other=0).to(tl.int64)
-            b_entry = (b_page * H + i_h)[:, None]
+            b_at = tl.where(o_j * PAGE < n, b_page, 0).to(tl.int64)
+            b_entry = (b_at * H + i_h)[:, None]
             # A page's part of its run; a channel further is a run further.
-            b_run = (b_page // (RUN // PIECE) * H + i_h) * (D * RUN)
-            p_s = key_sketch + (b_run + b_page % (RUN // PIECE) * PIECE)[:, None] + o_c[None, :]
-            for i_piece in tl.static_range(PAGE // PIECE):
-                b_score = _score_piece(
-                    p_s, kept, weights, m_j, i_piece, G, KEPT, BP, PIECE, RUN, SUM, SUMS, NIBBLES
-                )
-                b_score = b_score.to(tl.float32) * q_scale
+            b_run = (b_at // (RUN // PIECE) * H + i_h) * (D * RUN)
+            p_s = key_sketch + (b_run + b_at % (RUN // PIECE) * PIECE)[:, None] + o_c[None, :]
+            # Where the next tile lies is looked up while this one is on its way.
+            o_j += tl.num_programs(1) * BP
+            b_page = tl.load(p_table + o_j, mask=o_j < pages, other=0)
+            pieces = _score_pieces(
+                p_s, kept, weights, m_j, G, KEPT, BP, PIECE, RUN, SUM, SUMS, PIECES
+            )
+            for i_piece in tl.static_range(PIECES):
+                b_score = pieces[i_piece].to(tl.float32) * q_scale
                 o_p = i_piece * PIECE + o_c
                 if key_sketch_scale is not None:
                     # [BP, PIECE]
-                    b_score *= tl.load(
+                    b_scale = tl.load(
                         key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
                     )
+                    b_score *= b_scale.to(tl.float32)
                 # NaN would rank first; as -inf it ranks last.
                 b_score = tl.where(b_score == b_score, b_score, float("-inf"))
                 p_o = out + o_out + (i_t * BP * PAGE)
@@ -418,6 +496,7 @@ def sketch_score_triton(
         block_max,
         q.stride(0),
         plan.page_table.stride(0),
+        plan.page_table.shape[1],
         out.shape[2],
         0 if block_max is None else block_max.shape[2],
         H=heads,

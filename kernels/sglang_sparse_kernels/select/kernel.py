@@ -223,8 +223,8 @@ def select_topk_triton(
             BT=BLOCK_MAX_TILE,
             BLOCK=BLOCK_UNITS,
         )
-    parts = parts_of(rows * heads, width, capacity, scores.device)
-    if parts > 1:
+    parts = parts_of(rows * heads, capacity, scores.device)
+    if parts:
         share_topk_triton(
             scores,
             plan,

@@ -7,7 +7,8 @@ No program waits for another. First each finds, from the block maxima (or the un
 row), a score that at least k units reach and few more do, and lists the units of its own part that
 reach it. Then each searches the lists of all parts for the k-th best and writes its part's winners
 behind those of the parts before it. A row whose parts list too many, for its best units lie close
-together or are equal, is taken by one program that reads it some four times.
+together or are equal, or too few, for a sample misled, is taken by one program that reads it some
+four times.
 """
 
 import torch
@@ -35,19 +36,20 @@ from .types import BLOCK_UNITS, FOUND_SLOTS, MAX_PARTS, MAX_SHARED_ROWS, TopkWor
 MAX_BLOCKS = 16384
 WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
 PART_UNITS, PART_BLOCK = 2048, 4
+LEAST_LISTED = 256  # lists of all parts hold four times the budget, or of this
 FIND_WARPS = SETTLE_WARPS = 8
 FALLBACK_UNITS = 4096
+MAXNREG = None
 
-_FOUND = tl.constexpr(8)  # first column of a row's state: units that each part listed
+FOUND = tl.constexpr(8)  # first column of a row's state: units that each part listed
 
 
-def parts_of(row_heads: int, width: int, capacity: int, device: torch.device) -> int:
-    """Programs that share a row and KV head; 1 if rows are not shared."""
-    fits = width <= MAX_BLOCKS * BLOCK_UNITS and 2 * capacity <= FOUND_SLOTS
-    if not fits or row_heads > MAX_SHARED_ROWS:
-        return 1
+def parts_of(row_heads: int, capacity: int, device: torch.device) -> int:
+    """Programs that share a row and KV head; 0 if rows are not shared."""
     fill = multiprocessors(device) // row_heads
-    return min(MAX_PARTS, max(1, next_power_of_2(fill + 1) // 2))
+    if row_heads > MAX_SHARED_ROWS or fill < 2 or 2 * capacity > FOUND_SLOTS:
+        return 0
+    return min(MAX_PARTS, next_power_of_2(fill + 1) // 2)
 
 
 @triton.jit
@@ -57,19 +59,25 @@ def _floor(
     forced_below,
     free_below,
     k,
-    most,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
-    """A score that at least k of n scores reach, and at most ``most`` if a few counts find one.
+    """A score that at least k of n scores reach, and few more if a few counts find one.
 
-    -inf if fewer than k are above that. At most ``SIZE`` scores are held in registers.
+    -inf if fewer than k are above that. ``SIZE`` scores are held in registers; of more, blocks at
+    equal distances are looked at, which fewer than k may pass by chance.
     """
-    o_b = tl.arange(0, SIZE // BLOCK)
+    step = tl.cdiv(tl.cdiv(n, BLOCK), SIZE // BLOCK)
+    o_b = tl.arange(0, SIZE // BLOCK) * step
     b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
-    forced = forced_of(forced_below, free_below, n)
+    forced = forced_of(forced_below, free_below, n) // step
+    # Neighbours are alike, so that four count as one draw; three standard deviations of that.
+    part = k.to(tl.float32) / step
+    k = tl.ceil(part + 6.0 * tl.sqrt(part * (1.0 - 1.0 / step))).to(tl.int32)
+    # A few more than k cost less than counting on.
+    most = k + k // 16
     low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
     low = tl.minimum(low, FLOAT32_MAX)
     high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
@@ -111,6 +119,7 @@ def find_kernel(
     out_counts,
     width,
     blocks,
+    stride_found,
     capacity,
     sink,
     recent,
@@ -144,25 +153,21 @@ def find_kernel(
             free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
-            # A few more than k cost less than counting on.
-            most = k + k // 16
-            if n <= BU:
-                floor = _floor(
-                    p_scores, n, forced_below, free_below, k, most, BU, BLOCK, WHOLE, CLEAN
-                )
+            count = tl.cdiv(n, BLOCK)
+            if (n <= BU) & (count < 2 * k):
+                floor = _floor(p_scores, n, forced_below, free_below, k, BU, BLOCK, WHOLE, CLEAN)
             else:
-                count = tl.cdiv(n, BLOCK)
                 below = tl.cdiv(forced_below, BLOCK)
                 # With nothing recent to force, the last block is free whole.
                 free = tl.where(free_below < n, free_below // BLOCK, count)
                 if count <= BB // 4:
-                    floor = _floor(p_max, count, below, free, k, most, BB // 4, BLOCK, True, CLEAN)
+                    floor = _floor(p_max, count, below, free, k, BB // 4, BLOCK, True, CLEAN)
                 else:
-                    floor = _floor(p_max, count, below, free, k, most, BB, BLOCK, True, CLEAN)
+                    floor = _floor(p_max, count, below, free, k, BB, BLOCK, True, CLEAN)
             share = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
             first = i_s * share
             last = tl.minimum(first + share, n)
-            base = i_rh * SLOTS + i_s * (SLOTS // PARTS)
+            base = i_rh * stride_found + i_s * (SLOTS // PARTS)
             found = tl.full((), 0, tl.int32)
             for i_t in range(first, last, BT):
                 o_b = i_t // PB + tl.arange(0, BT // PB)
@@ -177,7 +182,9 @@ def find_kernel(
                 tl.store(found_scores + base + o_w, b_s, mask=m_w)
                 tl.store(found_units + base + o_w, o_u, mask=m_w)
                 found += tl.sum(b_row)
-            tl.store(state + i_rh * COLUMNS + _FOUND + i_s, found)
+            # Where fewer than k are above -inf, the lists do not hold those that win.
+            found = tl.where(floor == float("-inf"), SLOTS + 1, found)
+            tl.store(state + i_rh * COLUMNS + FOUND + i_s, found)
 
 
 @triton.jit
@@ -200,13 +207,10 @@ def _settle(
     m_p = (o_c // 4 * 4)[None, :] < b_found[:, None]
     # [PARTS, BC]
     b_s = tl.load(p_scores + o_p, mask=m_p, other=float("-inf"))
-    m_p = o_c[None, :] < b_found[:, None]
-    b_s = tl.where(m_p, b_s, float("-inf"))
-    # Positions in the lists order as units do; what is no unit ranks behind all.
-    b_i = tl.where(m_p, o_p, 2147483647)
-    b_win, score = winners(b_s, b_i, float("-inf"), PARTS * STRIDE - 1, k, PARTS * BC)
-    b_win &= m_p
-    cut = tl.max(tl.where(b_win & (b_s == score), b_i, -1))
+    b_s = tl.where(o_c[None, :] < b_found[:, None], b_s, float("-inf"))
+    # Positions in the lists order as units do. At least k listed scores are above -inf.
+    b_win, score = winners(b_s, o_p, float("-inf"), PARTS * STRIDE - 1, k, PARTS * BC)
+    cut = tl.max(tl.where(b_win & (b_s == score), o_p, -1))
     b_wins = tl.sum(b_win.to(tl.int32), 1)
     taken = tl.sum(tl.where(o_s < i_s, b_wins, 0))
     o_o = i_s * STRIDE + o_c
@@ -233,6 +237,7 @@ def settle_kernel(
     out_indices,
     width,
     list_blocks,
+    stride_found,
     capacity,
     sink,
     recent,
@@ -250,7 +255,7 @@ def settle_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // H, tl.program_id(1)
     STRIDE: tl.constexpr = SLOTS // PARTS
-    p_found = state + i_rh * COLUMNS + _FOUND
+    p_found = state + i_rh * COLUMNS + FOUND
     reselected = tl.load(reselect + i_r) != 0
     tokens = tl.load(tail_start + i_r)
     n = tl.cdiv(tokens, UNIT)
@@ -260,12 +265,12 @@ def settle_kernel(
     b_found = tl.load(p_found + tl.arange(0, PARTS))
     own = tl.load(p_found + i_s)
     if reselected & (k > 0):
-        p_scores, p_units = found_scores + i_rh * SLOTS, found_units + i_rh * SLOTS
+        p_scores, p_units = found_scores + i_rh * stride_found, found_units + i_rh * stride_found
         p_out = out_indices + i_l * capacity
-        found = tl.max(b_found)
-        if found <= STRIDE // 2:
+        most = tl.where(tl.sum(b_found) < k, STRIDE + 1, tl.max(b_found))
+        if most <= STRIDE // 2:
             _settle(p_scores, p_units, p_out, b_found, own, k, STRIDE // 2, PARTS, STRIDE)
-        elif found <= STRIDE:
+        elif most <= STRIDE:
             _settle(p_scores, p_units, p_out, b_found, own, k, STRIDE, PARTS, STRIDE)
         elif i_s == 0:
             take_streamed(
@@ -301,7 +306,7 @@ def share_topk_triton(
 
     Args:
         clean: scores hold neither NaN nor +inf.
-        parts: from :func:`parts_of`, a power of two above 1.
+        parts: from :func:`parts_of`, a power of two.
     """
     rows, heads, width = scores.shape
     capacity = out_indices.shape[2]
@@ -310,7 +315,7 @@ def share_topk_triton(
         "H": heads,
         "UNIT": unit,
         "PARTS": parts,
-        "SLOTS": workspace.found_scores.shape[2],
+        "SLOTS": min(FOUND_SLOTS, 4 * max(LEAST_LISTED, next_power_of_2(capacity))),
         "BLOCK": BLOCK_UNITS,
         "WHOLE": width % BLOCK_UNITS == 0,
         "CLEAN": clean,
@@ -321,12 +326,12 @@ def share_topk_triton(
     blocks = max(1024, next_power_of_2(triton.cdiv(width, BLOCK_UNITS)))
     find_kernel[(rows * heads, parts)](
         scores, workspace.block_max, *found, workspace.state, *row, out_counts,
-        width, workspace.block_max.shape[2], capacity, sink, recent,
+        width, workspace.block_max.shape[2], FOUND_SLOTS, capacity, sink, recent,
         BB=min(blocks, MAX_BLOCKS), BU=min(WHOLE_UNITS, max(1024, next_power_of_2(width))),
         BT=PART_UNITS, PB=PART_BLOCK, num_warps=FIND_WARPS, **shapes,
     )  # fmt: skip
     settle_kernel[(rows * heads, parts)](
         scores, *found, workspace.blocks, workspace.state, *row, out_indices,
-        width, workspace.blocks.shape[2], capacity, sink, recent,
-        TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, **shapes,
+        width, workspace.blocks.shape[2], FOUND_SLOTS, capacity, sink, recent,
+        TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, maxnreg=MAXNREG, **shapes,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 """Top-k selection: the definition against Python's sort, the kernel equal to the definition."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ STALE = -7
 @pytest.fixture(autouse=True)
 def rows_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of few rows reach the kernels of many; the test of shared rows asks for parts."""
-    monkeypatch.setattr(kernel, "parts_of", lambda *_: 1)
+    monkeypatch.setattr(kernel, "parts_of", lambda *_: 0)
 
 
 def naive_topk(scores: list[float], kept: int, below: int, start: int) -> list[int]:
@@ -201,23 +200,36 @@ def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("whole", [256, 512], ids=lambda units: f"whole{units}")
+@pytest.mark.parametrize("looked_at", [(1024, 1024), (256, 1024), (256, 64)], ids=str)
 def test_several_programs_share_few_rows(
-    kind: str, whole: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, looked_at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows looked at whole or by their block maxima, in tiles that hold a part or do not."""
+    """Rows looked at whole, by all block maxima or by a sample of them; parts of several tiles."""
     monkeypatch.setattr(kernel, "parts_of", lambda *_: 4)
-    for name, value in {"WHOLE_UNITS": whole, "PART_UNITS": 128, "FALLBACK_UNITS": 256}.items():
+    sizes = {"WHOLE_UNITS": looked_at[0], "MAX_BLOCKS": looked_at[1]}
+    sizes |= {"PART_UNITS": 128, "FALLBACK_UNITS": 256, "LEAST_LISTED": 64}
+    for name, value in sizes.items():
         monkeypatch.setattr(share, name, value)
-    seed = KINDS.index(kind) + whole
-    batch = Batch([1501, 300, 90, 700], budget=50, heads=1, capacity=80, seed=seed, dense_rows=(2,))
-    scores = random_scores(batch, kind, 1501 + 3 * (whole == 256))
-    workspace = make_topk_workspace(4, 1, scores.shape[2], batch.capacity, DEVICE)
-    # Room for 64 units a part, half of which are tried first.
-    slots = workspace.found_scores[..., : 4 * 64].contiguous()
-    workspace = replace(workspace, found_scores=slots, found_units=slots.int())
+    batch = Batch(
+        [1501, 300, 90, 700], budget=60, heads=1, capacity=80, dense_rows=(2,),
+        seed=KINDS.index(kind) + looked_at[1],
+    )  # fmt: skip
+    scores = random_scores(batch, kind, 1501 + 3 * (looked_at[1] == 64))
+    check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
+
+
+@pytest.mark.parametrize(("kind", "shared"), [("normal", True), ("constant", False)])
+def test_a_row_that_parts_cannot_list_is_taken_by_one_program(
+    kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "parts_of", lambda *_: 4)
+    batch = Batch([2000], budget=40, heads=1, capacity=40, seed=9, dense_rows=())
+    scores = random_scores(batch, kind, 2000)
+    workspace = make_topk_workspace(1, 1, 2000, 40, DEVICE)
     got = select(batch, scores, "triton", workspace, sink=4, recent=9)
     check_lists(batch, scores, got, 4, 9)
+    found = workspace.state[0, 0, share.FOUND.value :][:4]
+    assert bool(found.max() <= 256) == shared
 
 
 def test_block_maxima_of_the_score_kernel_are_trusted() -> None:
