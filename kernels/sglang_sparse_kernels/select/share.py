@@ -31,12 +31,15 @@ from .search import (
     score_of,
     winners,
 )
-from .types import BLOCK_UNITS, FOUND_SLOTS, MAX_PARTS, MAX_SHARED_ROWS, TopkWorkspace
+from .types import BLOCK_UNITS, FOUND_UNITS, MAX_PARTS, MAX_SHARED_ROWS, TopkWorkspace
 
 MAX_BLOCKS = 16384
 WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
 PART_UNITS, PART_BLOCK = 2048, 4
-LEAST_LISTED = 256  # lists of all parts hold four times the budget, or of this
+CHUNK = 32
+# What is searched is at most four times the budget, or of this.
+LEAST_SEARCHED, SEARCH_UNITS = 256, 8192
+WRITE_UNITS = 512
 FIND_WARPS = SETTLE_WARPS = 8
 FALLBACK_UNITS = 4096
 MAXNREG = None
@@ -47,7 +50,7 @@ FOUND = tl.constexpr(8)  # first column of a row's state: units that each part l
 def parts_of(row_heads: int, capacity: int, device: torch.device) -> int:
     """Programs that share a row and KV head; 0 if rows are not shared."""
     fill = multiprocessors(device) // row_heads
-    if row_heads > MAX_SHARED_ROWS or fill < 2 or 2 * capacity > FOUND_SLOTS:
+    if row_heads > MAX_SHARED_ROWS or fill < 2 or 2 * capacity > SEARCH_UNITS:
         return 0
     return min(MAX_PARTS, next_power_of_2(fill + 1) // 2)
 
@@ -119,7 +122,6 @@ def find_kernel(
     out_counts,
     width,
     blocks,
-    stride_found,
     capacity,
     sink,
     recent,
@@ -130,7 +132,8 @@ def find_kernel(
     BT: tl.constexpr,
     PB: tl.constexpr,
     PARTS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -167,7 +170,7 @@ def find_kernel(
             share = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
             first = i_s * share
             last = tl.minimum(first + share, n)
-            base = i_rh * stride_found + i_s * (SLOTS // PARTS)
+            base = (i_rh * PARTS + i_s) * STRIDE
             found = tl.full((), 0, tl.int32)
             for i_t in range(first, last, BT):
                 o_b = i_t // PB + tl.arange(0, BT // PB)
@@ -178,12 +181,18 @@ def find_kernel(
                 b_reach = ((b_s >= floor) & (o_u < last)).to(tl.int32)
                 b_row = tl.sum(b_reach, 1)
                 o_w = (found + tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_reach, 1) - 1
-                m_w = (b_reach != 0) & (o_w < SLOTS // PARTS)
+                m_w = (b_reach != 0) & (o_w < STRIDE)
                 tl.store(found_scores + base + o_w, b_s, mask=m_w)
                 tl.store(found_units + base + o_w, o_u, mask=m_w)
                 found += tl.sum(b_row)
+            # Lists are searched by chunks; what fills up the last one never wins.
+            o_w = found + tl.arange(0, CHUNK)
+            m_w = (o_w < tl.cdiv(found, CHUNK) * CHUNK) & (o_w < STRIDE)
+            tl.store(
+                found_scores + base + o_w, tl.full((CHUNK,), float("-inf"), tl.float32), mask=m_w
+            )
             # Where fewer than k are above -inf, the lists do not hold those that win.
-            found = tl.where(floor == float("-inf"), SLOTS + 1, found)
+            found = tl.where(floor == float("-inf"), STRIDE + 1, found)
             tl.store(state + i_rh * COLUMNS + FOUND + i_s, found)
 
 
@@ -192,35 +201,43 @@ def _settle(
     p_scores,
     p_units,
     p_out,
-    b_found,
+    b_chunks,
     own,
     k,
     BC: tl.constexpr,
     PARTS: tl.constexpr,
     STRIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BO: tl.constexpr,
 ):
-    """Write this part's winners of the k best of all lists, at most ``BC`` units each."""
+    """Write this part's winners of the k best of all lists, which are at most ``BC`` units."""
     i_s = tl.program_id(1)
-    o_s, o_c = tl.arange(0, PARTS), tl.arange(0, BC)
-    o_p = o_s[:, None] * STRIDE + o_c[None, :]
-    # Four at a time are readable, so that they load at once.
-    m_p = (o_c // 4 * 4)[None, :] < b_found[:, None]
-    # [PARTS, BC]
-    b_s = tl.load(p_scores + o_p, mask=m_p, other=float("-inf"))
-    b_s = tl.where(o_c[None, :] < b_found[:, None], b_s, float("-inf"))
-    # Positions in the lists order as units do. At least k listed scores are above -inf.
-    b_win, score = winners(b_s, o_p, float("-inf"), PARTS * STRIDE - 1, k, PARTS * BC)
+    o_s, o_c, o_i = tl.arange(0, PARTS), tl.arange(0, BC // CHUNK), tl.arange(0, CHUNK)
+    # [PARTS]: chunks of the parts up to each one
+    b_end = tl.cumsum(b_chunks, 0)
+    # [BC / CHUNK]: where chunks lie, one list after the other
+    b_skip = tl.where(o_c[:, None] >= b_end[None, :], STRIDE // CHUNK - b_chunks[None, :], 0)
+    b_at = (o_c + tl.sum(b_skip, 1)) * CHUNK
+    m_c = o_c < tl.sum(b_chunks)
+    # [BC / CHUNK, CHUNK]
+    b_s = tl.load(p_scores + b_at[:, None] + o_i[None, :], mask=m_c[:, None], other=float("-inf"))
+    # Positions order as units do. At least k listed scores are above -inf.
+    o_p = o_c[:, None] * CHUNK + o_i[None, :]
+    b_win, score = winners(b_s, o_p, float("-inf"), BC - 1, k, BC)
     cut = tl.max(tl.where(b_win & (b_s == score), o_p, -1))
-    b_wins = tl.sum(b_win.to(tl.int32), 1)
-    taken = tl.sum(tl.where(o_s < i_s, b_wins, 0))
-    o_o = i_s * STRIDE + o_c
-    m_o = o_c < own
-    # [BC]
-    b_o = tl.load(p_scores + o_o, mask=m_o, other=float("-inf"))
-    b_u = tl.load(p_units + o_o, mask=m_o, other=0)
-    b_won = (m_o & ((b_o > score) | ((b_o == score) & (o_o <= cut)))).to(tl.int32)
-    o_w = taken + tl.cumsum(b_won, 0) - 1
-    tl.store(p_out + o_w, b_u, mask=(b_won != 0) & (o_w < k))
+    before = tl.sum(tl.where(o_s < i_s, b_chunks, 0))
+    taken = tl.sum(tl.where(o_c < before, tl.sum(b_win.to(tl.int32), 1), 0))
+    o_o = tl.arange(0, BO)
+    for i_o in range(0, own, BO):
+        m_o = i_o + o_o < own
+        # [BO]
+        b_o = tl.load(p_scores + i_s * STRIDE + i_o + o_o, mask=m_o, other=float("-inf"))
+        b_u = tl.load(p_units + i_s * STRIDE + i_o + o_o, mask=m_o, other=0)
+        b_tie = (b_o == score) & (before * CHUNK + i_o + o_o <= cut)
+        b_won = (m_o & ((b_o > score) | b_tie)).to(tl.int32)
+        o_w = taken + tl.cumsum(b_won, 0) - 1
+        tl.store(p_out + o_w, b_u, mask=(b_won != 0) & (o_w < k))
+        taken += tl.sum(b_won)
 
 
 @triton.jit
@@ -237,7 +254,6 @@ def settle_kernel(
     out_indices,
     width,
     list_blocks,
-    stride_found,
     capacity,
     sink,
     recent,
@@ -245,7 +261,10 @@ def settle_kernel(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    CHUNK: tl.constexpr,
     SLOTS: tl.constexpr,
+    BO: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
@@ -254,7 +273,6 @@ def settle_kernel(
     """Find the k best of what the parts listed; write those of this part."""
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // H, tl.program_id(1)
-    STRIDE: tl.constexpr = SLOTS // PARTS
     p_found = state + i_rh * COLUMNS + FOUND
     reselected = tl.load(reselect + i_r) != 0
     tokens = tl.load(tail_start + i_r)
@@ -265,13 +283,18 @@ def settle_kernel(
     b_found = tl.load(p_found + tl.arange(0, PARTS))
     own = tl.load(p_found + i_s)
     if reselected & (k > 0):
-        p_scores, p_units = found_scores + i_rh * stride_found, found_units + i_rh * stride_found
+        first = i_rh * PARTS * STRIDE
+        p_scores, p_units = found_scores + first, found_units + first
         p_out = out_indices + i_l * capacity
-        most = tl.where(tl.sum(b_found) < k, STRIDE + 1, tl.max(b_found))
-        if most <= STRIDE // 2:
-            _settle(p_scores, p_units, p_out, b_found, own, k, STRIDE // 2, PARTS, STRIDE)
-        elif most <= STRIDE:
-            _settle(p_scores, p_units, p_out, b_found, own, k, STRIDE, PARTS, STRIDE)
+        b_chunks = tl.cdiv(b_found, CHUNK)
+        listed = (tl.sum(b_found) >= k) & (tl.max(b_found) <= STRIDE)
+        size = tl.where(listed, tl.sum(b_chunks) * CHUNK, SLOTS + 1)
+        if size <= SLOTS // 2:
+            _settle(
+                p_scores, p_units, p_out, b_chunks, own, k, SLOTS // 2, PARTS, STRIDE, CHUNK, BO
+            )  # fmt: skip
+        elif size <= SLOTS:
+            _settle(p_scores, p_units, p_out, b_chunks, own, k, SLOTS, PARTS, STRIDE, CHUNK, BO)
         elif i_s == 0:
             take_streamed(
                 scores + i_rh * width,
@@ -315,7 +338,8 @@ def share_topk_triton(
         "H": heads,
         "UNIT": unit,
         "PARTS": parts,
-        "SLOTS": min(FOUND_SLOTS, 4 * max(LEAST_LISTED, next_power_of_2(capacity))),
+        "STRIDE": FOUND_UNITS,
+        "CHUNK": CHUNK,
         "BLOCK": BLOCK_UNITS,
         "WHOLE": width % BLOCK_UNITS == 0,
         "CLEAN": clean,
@@ -326,12 +350,13 @@ def share_topk_triton(
     blocks = max(1024, next_power_of_2(triton.cdiv(width, BLOCK_UNITS)))
     find_kernel[(rows * heads, parts)](
         scores, workspace.block_max, *found, workspace.state, *row, out_counts,
-        width, workspace.block_max.shape[2], FOUND_SLOTS, capacity, sink, recent,
+        width, workspace.block_max.shape[2], capacity, sink, recent,
         BB=min(blocks, MAX_BLOCKS), BU=min(WHOLE_UNITS, max(1024, next_power_of_2(width))),
         BT=PART_UNITS, PB=PART_BLOCK, num_warps=FIND_WARPS, **shapes,
     )  # fmt: skip
     settle_kernel[(rows * heads, parts)](
         scores, *found, workspace.blocks, workspace.state, *row, out_indices,
-        width, workspace.blocks.shape[2], FOUND_SLOTS, capacity, sink, recent,
+        width, workspace.blocks.shape[2], capacity, sink, recent,
+        SLOTS=min(SEARCH_UNITS, 4 * max(LEAST_SEARCHED, next_power_of_2(capacity))), BO=WRITE_UNITS,
         TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, maxnreg=MAXNREG, **shapes,
     )  # fmt: skip

@@ -11,13 +11,16 @@ BLOCK_UNITS = 8
 STREAM_SPLITS = 32
 """Programs that share a row which does not fit in the registers of one."""
 
-FOUND_SLOTS = 8192
-"""Units that the programs that share a short list's row may list before one of them searches."""
-
 MAX_PARTS = 16
+"""Programs that share a row of a short list, at most."""
+
 MAX_SHARED_ROWS = 128
 """Rows times KV heads up to which several programs share each row."""
 
+FOUND_UNITS = 4096
+"""Units that each of those may list."""
+
+_FOUND_LISTS = 512
 _STATE_COLUMNS = 8 + 3 * STREAM_SPLITS
 _ALIGN = 16
 
@@ -27,8 +30,9 @@ def padded_blocks(max_units: int) -> int:
     return -(-max_units // (BLOCK_UNITS * _ALIGN)) * _ALIGN
 
 
-def _shared_rows(max_rows: int, num_kv_heads: int) -> int:
-    return min(max_rows, MAX_SHARED_ROWS // num_kv_heads)
+def _found_units(max_rows: int, num_kv_heads: int) -> int:
+    """Programs that share rows, at most, times what each may list."""
+    return FOUND_UNITS * min(_FOUND_LISTS, max_rows * num_kv_heads * MAX_PARTS)
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,9 @@ class TopkWorkspace:
         block_max: [R, H, padded_blocks(max_units)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner.
         state: [R, H, columns] int32, what the programs that share a row tell each other.
-        found_scores: [min(R, 128 / H), H, 8192] float32, units that may win where several programs
-            share a row of a short list.
-        found_units: the same in int32, which units they are.
+        found_scores: float32, flat, scores of the units that may win, listed by each of the
+            programs that share a row of a short list.
+        found_units: int32, flat, which units they are.
     """
 
     block_max: torch.Tensor
@@ -56,7 +60,9 @@ class TopkWorkspace:
             raise ValueError(
                 f"batch of {batch_size} rows does not fit a workspace of {self.block_max.shape[0]}"
             )
-        return TopkWorkspace(*(tensor[:batch_size] for tensor in vars(self).values()))
+        tensors = (self.block_max, self.blocks, self.state)
+        views = (tensor[:batch_size] for tensor in tensors)
+        return TopkWorkspace(*views, self.found_scores, self.found_units)
 
 
 def topk_workspace_bytes(
@@ -65,8 +71,7 @@ def topk_workspace_bytes(
     """Bytes that :func:`make_topk_workspace` allocates."""
     blocks = padded_blocks(max_units)
     columns = blocks + min(blocks, capacity_units) + _STATE_COLUMNS
-    found = 2 * _shared_rows(max_rows, num_kv_heads) * FOUND_SLOTS
-    return 4 * num_kv_heads * (max_rows * columns + found)
+    return 4 * (max_rows * num_kv_heads * columns + 2 * _found_units(max_rows, num_kv_heads))
 
 
 def make_topk_workspace(
@@ -87,7 +92,7 @@ def make_topk_workspace(
     """
     blocks = padded_blocks(max_units)
     shape = (max_rows, num_kv_heads)
-    found = (_shared_rows(max_rows, num_kv_heads), num_kv_heads, FOUND_SLOTS)
+    found = _found_units(max_rows, num_kv_heads)
     return TopkWorkspace(
         block_max=torch.zeros((*shape, blocks), dtype=torch.float32, device=device),
         blocks=torch.zeros((*shape, min(blocks, capacity_units)), dtype=torch.int32, device=device),
