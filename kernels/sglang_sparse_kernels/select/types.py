@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scratch memory of the top-k selection."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,9 +60,12 @@ class TopkWorkspace:
             raise ValueError(
                 f"batch of {batch_size} rows does not fit a workspace of {self.block_max.shape[0]}"
             )
-        tensors = (self.block_max, self.blocks, self.state)
-        views = (tensor[:batch_size] for tensor in tensors)
-        return TopkWorkspace(*views, self.found_scores, self.found_units)
+        return replace(
+            self,
+            block_max=self.block_max[:batch_size],
+            blocks=self.blocks[:batch_size],
+            state=self.state[:batch_size],
+        )
 
 
 def topk_workspace_bytes(
