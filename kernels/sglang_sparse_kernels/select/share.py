@@ -37,8 +37,8 @@ MAX_BLOCKS = 16384
 WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
 PART_UNITS, PART_BLOCK = 2048, 4
 CHUNK = 32
-# What is searched is at most four times the budget, or of this.
-LEAST_SEARCHED, SEARCH_UNITS = 256, 8192
+# Lists of all parts together are searched if they are at most eight times the budget.
+LEAST_BUDGET, MOST_BUDGET = 128, 2048
 WRITE_UNITS = 512
 FIND_WARPS = SETTLE_WARPS = 8
 FALLBACK_UNITS = 4096
@@ -50,7 +50,7 @@ FOUND = tl.constexpr(8)  # first column of a row's state: units that each part l
 def parts_of(row_heads: int, capacity: int, device: torch.device) -> int:
     """Programs that share a row and KV head; 0 if rows are not shared."""
     fill = multiprocessors(device) // row_heads
-    if row_heads > MAX_SHARED_ROWS or fill < 2 or 2 * capacity > SEARCH_UNITS:
+    if row_heads > MAX_SHARED_ROWS or fill < 2 or capacity > MOST_BUDGET:
         return 0
     return min(MAX_PARTS, next_power_of_2(fill + 1) // 2)
 
@@ -289,10 +289,14 @@ def settle_kernel(
         b_chunks = tl.cdiv(b_found, CHUNK)
         listed = (tl.sum(b_found) >= k) & (tl.max(b_found) <= STRIDE)
         size = tl.where(listed, tl.sum(b_chunks) * CHUNK, SLOTS + 1)
-        if size <= SLOTS // 2:
+        if size <= SLOTS // 4:
+            _settle(
+                p_scores, p_units, p_out, b_chunks, own, k, SLOTS // 4, PARTS, STRIDE, CHUNK, BO
+            )
+        elif size <= SLOTS // 2:
             _settle(
                 p_scores, p_units, p_out, b_chunks, own, k, SLOTS // 2, PARTS, STRIDE, CHUNK, BO
-            )  # fmt: skip
+            )
         elif size <= SLOTS:
             _settle(p_scores, p_units, p_out, b_chunks, own, k, SLOTS, PARTS, STRIDE, CHUNK, BO)
         elif i_s == 0:
@@ -357,6 +361,6 @@ def share_topk_triton(
     settle_kernel[(rows * heads, parts)](
         scores, *found, workspace.blocks, workspace.state, *row, out_indices,
         width, workspace.blocks.shape[2], capacity, sink, recent,
-        SLOTS=min(SEARCH_UNITS, 4 * max(LEAST_SEARCHED, next_power_of_2(capacity))), BO=WRITE_UNITS,
+        SLOTS=8 * max(LEAST_BUDGET, next_power_of_2(capacity)), BO=WRITE_UNITS,
         TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, maxnreg=MAXNREG, **shapes,
     )  # fmt: skip

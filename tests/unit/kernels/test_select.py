@@ -217,7 +217,7 @@ def test_several_programs_share_few_rows(
     """Rows looked at whole, by all block maxima or by a sample of them; parts of several tiles."""
     monkeypatch.setattr(kernel, "parts_of", lambda *_: 2)
     sizes = {"WHOLE_UNITS": looked_at[0], "MAX_BLOCKS": looked_at[1]}
-    sizes |= {"PART_UNITS": 128, "FALLBACK_UNITS": 256, "LEAST_SEARCHED": 64, "WRITE_UNITS": 64}
+    sizes |= {"PART_UNITS": 128, "FALLBACK_UNITS": 256, "LEAST_BUDGET": 16, "WRITE_UNITS": 64}
     for name, value in sizes.items():
         monkeypatch.setattr(share, name, value)
     batch = Batch(
