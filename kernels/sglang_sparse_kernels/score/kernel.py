@@ -172,6 +172,42 @@ def _int4_keys(b_k):
 
 
 @triton.jit
+def _sum_channels(
+    p_s,
+    kept,
+    weights,
+    m_j,
+    first: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BP: tl.constexpr,
+    PIECE: tl.constexpr,
+    RUN: tl.constexpr,
+    SUMS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Tuple of the scores [BP, PIECE] of ``HEADS`` heads from ``first`` on, and of each piece."""
+    sums = ()
+    for _ in tl.static_range(HEADS * PIECES):
+        sums = sums + (tl.zeros((BP, PIECE), SUMS),)  # noqa: RUF005
+    for i_c in tl.static_range(KEPT):
+        # [BP, PIECE]
+        b_k = tl.load(p_s + kept[i_c] * RUN, mask=m_j, other=0.0)
+        if PIECES == 2:
+            keys = _int4_keys(b_k)
+        elif b_k.dtype == tl.int8:
+            keys = (_int8_keys(b_k),)
+        else:
+            keys = (b_k.to(SUMS),)
+        added = ()
+        for i in tl.static_range(HEADS * PIECES):
+            weight = weights[(first + i // PIECES) * KEPT + i_c]
+            added = added + (sums[i] + weight * keys[i % PIECES],)  # noqa: RUF005
+        sums = added
+    return sums
+
+
+@triton.jit
 def _score_pieces(
     p_s,
     kept,
@@ -197,25 +233,11 @@ def _score_pieces(
         )
     for i_g in tl.static_range(0, G, 4):
         # Four heads at a time: their sums and a channel's keys fit in registers.
-        HEADS: tl.constexpr = G - i_g if G - i_g < 4 else 4
-        sums = ()
-        for _ in tl.static_range(HEADS * PIECES):
-            sums = sums + (tl.zeros((BP, PIECE), SUMS),)  # noqa: RUF005
-        for i_c in tl.static_range(KEPT):
-            # [BP, PIECE]
-            b_k = tl.load(p_s + kept[i_c] * RUN, mask=m_j, other=0.0)
-            if PIECES == 2:
-                keys = _int4_keys(b_k)
-            elif b_k.dtype == tl.int8:
-                keys = (_int8_keys(b_k),)
-            else:
-                keys = (b_k.to(SUMS),)
-            added = ()
-            for i in tl.static_range(HEADS * PIECES):
-                weight = weights[(i_g + i // PIECES) * KEPT + i_c]
-                added = added + (sums[i] + weight * keys[i % PIECES],)  # noqa: RUF005
-            sums = added
-        for i_h in tl.static_range(HEADS):
+        sums = _sum_channels(
+            p_s, kept, weights, m_j, i_g, G - i_g if G - i_g < 4 else 4, KEPT, BP, PIECE, RUN,
+            SUMS, PIECES,
+        )  # fmt: skip
+        for i_h in tl.static_range(G - i_g if G - i_g < 4 else 4):
             more = ()
             for i_p in tl.static_range(PIECES):
                 more = more + (_join(joined[i_p], sums[i_h * PIECES + i_p], SUM),)  # noqa: RUF005

@@ -67,9 +67,9 @@ def _floor(
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
-    """A score that at least k of n scores reach, and few more if a few counts find one.
+    """(A score that at least k of n scores reach, whether far more do).
 
-    -inf if fewer than k are above that. ``SIZE`` scores are held in registers; of more, blocks at
+    Few more do unless many are equal; -inf if fewer than k are above that. ``SIZE`` scores are held in registers; of more, blocks at
     equal distances are looked at, which fewer than k may pass by chance.
     """
     step = tl.cdiv(tl.cdiv(n, BLOCK), SIZE // BLOCK)
@@ -100,12 +100,13 @@ def _floor(
         stale = tl.where(moved == side, 0.5, 1.0)
         weight_lo = tl.where(up, weight, weight_lo * stale)
         weight_hi = tl.where(up, weight_hi * stale, weight)
+        count_lo = tl.where(up, count, count_lo)
         lo = tl.where(up, middle, lo)
         hi = tl.where(up, hi, middle - 1)
         hi = tl.where(up & (count <= most), lo, hi)
         side = moved
         step += 1
-    return tl.where(count_lo < k, float("-inf"), score_of(lo))
+    return tl.where(count_lo < k, float("-inf"), score_of(lo)), count_lo > k + k // 2
 
 
 @triton.jit
@@ -158,19 +159,32 @@ def find_kernel(
             p_max = block_max + i_rh * blocks
             count = tl.cdiv(n, BLOCK)
             if (n <= BU) & (count < 2 * k):
-                floor = _floor(p_scores, n, forced_below, free_below, k, BU, BLOCK, WHOLE, CLEAN)
+                floor, tied = _floor(
+                    p_scores, n, forced_below, free_below, k, BU, BLOCK, WHOLE, CLEAN
+                )
             else:
                 below = tl.cdiv(forced_below, BLOCK)
                 # With nothing recent to force, the last block is free whole.
                 free = tl.where(free_below < n, free_below // BLOCK, count)
                 if count <= BB // 4:
-                    floor = _floor(p_max, count, below, free, k, BB // 4, BLOCK, True, CLEAN)
+                    floor, tied = _floor(p_max, count, below, free, k, BB // 4, BLOCK, True, CLEAN)
                 else:
-                    floor = _floor(p_max, count, below, free, k, BB, BLOCK, True, CLEAN)
+                    floor, tied = _floor(p_max, count, below, free, k, BB, BLOCK, True, CLEAN)
             share = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
             first = i_s * share
             last = tl.minimum(first + share, n)
             base = (i_rh * PARTS + i_s) * STRIDE
+            # Units that reach the floor before this part, as far as k of them.
+            before = tl.full((), 0, tl.int32)
+            i_t = tl.full((), 0, tl.int32)
+            while tied & (i_t < first) & (before < k):
+                o_b = i_t // PB + tl.arange(0, BT // PB)
+                b_s, _ = load_units(
+                    p_scores, o_b, o_b * PB < first, n, forced_below, free_below, PB, WHOLE, CLEAN
+                )
+                m_b = (o_b * PB < first)[:, None]
+                before += tl.sum((m_b & (b_s >= floor)).to(tl.int32))
+                i_t += BT
             found = tl.full((), 0, tl.int32)
             for i_t in range(first, last, BT):
                 o_b = i_t // PB + tl.arange(0, BT // PB)
@@ -178,7 +192,9 @@ def find_kernel(
                     p_scores, o_b, o_b * PB < last, n, forced_below, free_below, PB, WHOLE, CLEAN
                 )
                 # [BT / PB, PB]
-                b_reach = ((b_s >= floor) & (o_u < last)).to(tl.int32)
+                # Behind k that reach it, a score equal to the floor cannot win.
+                b_reach = (b_s > floor) | ((b_s == floor) & (before + found < k))
+                b_reach = (b_reach & (o_u < last)).to(tl.int32)
                 b_row = tl.sum(b_reach, 1)
                 o_w = (found + tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_reach, 1) - 1
                 m_w = (b_reach != 0) & (o_w < STRIDE)
