@@ -24,7 +24,7 @@ from sglang_sparse_kernels.score import kernel as score_kernel
 HEADS = 8
 BUDGET = 2048
 SCORES = ("normal", "clustered", "tied")
-SKETCH_SWEEP = ((2048, 3), (1024, 4), (512, 8))
+SKETCH_SWEEP = ((2048, 2), (1024, 4), (512, 8))
 MINMAX_SWEEP = ((64, 3), (128, 2), (32, 6))
 ATTEND_SWEEP = (
     (64, 3, 4, 3),
@@ -126,8 +126,8 @@ def sweep(report: Report, context: int, batch: int) -> None:
         case.plan.refresh.zero_()
         report.add("no refresh", [partial(case.score, layer) for layer in case.layers], moved)
         for tile, stages, warps, ctas in ATTEND_SWEEP:
-            attend_kernel._tile = lambda _, tile=tile, stages=stages: (tile, stages)
-            attend_kernel.WARPS, attend_types.CTAS_PER_SM = warps, ctas
+            attend_kernel._tile = lambda _, shape=(tile, stages, warps): shape
+            attend_types.CTAS_PER_SM = ctas
             case.make_workspace()
             calls = [partial(case.attend, layer) for layer in case.layers]
             facts = {"context": context, "batch": batch, "tile": tile, "stages": stages}

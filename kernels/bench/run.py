@@ -143,7 +143,7 @@ def bench_sketches(bench: Bench, shape: Shape) -> None:
         case.check()
         case.plan.refresh.zero_()
         row = CHANNELS * (0.5 if other.sketch == "int4" else 1) + 4 + 4 / BLOCK_UNITS
-        row += 0 if other.sketch == "fp8" else 4  # the scale of a token
+        row += 0 if other.sketch == "fp8" else 2  # the scale of a token
         moved = other.batch * other.heads * other.context * row
         calls = [partial(case.score, layer) for layer in case.layers]
         bench.add(f"sparcas: score, {title}", shape, calls, moved)

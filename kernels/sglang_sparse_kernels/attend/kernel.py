@@ -12,12 +12,10 @@ from ..plan import DecodePlan
 from ..triton_ops import begin, cast, dot, overlapping
 from .types import num_splits
 
-WARPS = 4
 
-
-def _tile(split_tokens: int) -> tuple[int, int]:
-    """(tokens a tile, stages) for splits of so many tokens."""
-    return (64, 4) if split_tokens <= 64 else (128, 2)
+def _tile(split_tokens: int) -> tuple[int, int, int]:
+    """(tokens a tile, stages, warps) for splits of so many tokens."""
+    return (64, 4, 2) if split_tokens <= 64 else (128, 2, 4)
 
 
 @triton.jit
@@ -199,7 +197,7 @@ def gathered_decode_attention_triton(
     group = group_size(query_heads, heads)
     capacity = indices.shape[2]
     splits = num_splits(rows, heads, capacity * unit, q.device)
-    tile, stages = _tile(triton.cdiv(capacity * unit, splits))
+    tile, stages, warps = _tile(triton.cdiv(capacity * unit, splits))
     partials = rows * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
@@ -238,7 +236,7 @@ def gathered_decode_attention_triton(
         SPLITS=splits,
         HAS_CAP=logit_cap > 0,
         STAGES=stages,
-        num_warps=WARPS,
+        num_warps=warps,
         **overlapping(rows * heads),
     )
     if splits > 1:

@@ -16,9 +16,9 @@ from ..select import BLOCK_UNITS
 from ..triton_ops import INTERPRETED, begin, dot, overlapping
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
-SKETCH_TILE_TOKENS = 2048
-SKETCH_CTAS_PER_SM = 2
-SKETCH_WARPS = 8
+SKETCH_TILE_TOKENS = 1024
+SKETCH_CTAS_PER_SM = 4
+SKETCH_WARPS = 4
 MINMAX_TILE_UNITS = 64
 MINMAX_CTAS_PER_SM = 3
 MINMAX_WARPS = 4

@@ -15,12 +15,15 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
+from ..triton_ops import begin, overlapping
 from .alone import is_streamed
 from .search import forced_of, load_units, rankable, search_winners, store_in_order
-from .share import MAX_BLOCKS, parts_of, share_topk_triton
+from .share import parts_of, share_topk_triton
 from .stream import stream_topk_triton
 from .types import BLOCK_UNITS, TopkWorkspace
 
+# Contexts of 262,144 tokens; longer ones take the launches of ``stream.py`` too.
+MAX_BLOCKS = 32768
 MIN_UNITS, MAX_UNITS = 16384, 32768
 MAX_WARPS = 16
 BLOCK_MAX_TILE = 4096
@@ -143,6 +146,7 @@ def select_topk_kernel(
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
+    begin()
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     # What the row's plan says is read at once, not one answer after the other.
     reselected = tl.load(reselect + i_r) != 0
@@ -160,13 +164,19 @@ def select_topk_kernel(
             p_blocks = block_list + i_rh * list_blocks
             p_out = out_indices + i_l * capacity
             num_blocks = tl.cdiv(n, BLOCK)
-            # A quarter of the tile is enough for short rows, at a quarter of the work.
-            SB: tl.constexpr = BB // 4
+            # Part of the tile is enough for short rows, at part of the work.
+            MB: tl.constexpr = BB // 2 if BB > 16384 else BB
+            SB: tl.constexpr = MB // 4
             SU: tl.constexpr = BU // 4
             if n <= SU:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
                     forced_below, free_below, SU, BLOCK, WHOLE, CLEAN,
+                )  # fmt: skip
+            elif n <= BU // 2:
+                _take(
+                    p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
+                    forced_below, free_below, BU // 2, BLOCK, WHOLE, CLEAN,
                 )  # fmt: skip
             elif not is_streamed(n, k, BB, BU, BLOCK):
                 pruned = n > BU
@@ -176,7 +186,11 @@ def select_topk_kernel(
                         floor = _prune(
                             p_max, p_blocks, n, k, forced_below, free_below, SB, BLOCK, CLEAN
                         )
-                    else:
+                    elif num_blocks <= MB:
+                        floor = _prune(
+                            p_max, p_blocks, n, k, forced_below, free_below, MB, BLOCK, CLEAN
+                        )
+                    elif MB < BB:
                         floor = _prune(
                             p_max, p_blocks, n, k, forced_below, free_below, BB, BLOCK, CLEAN
                         )
@@ -223,7 +237,7 @@ def select_topk_triton(
             BT=BLOCK_MAX_TILE,
             BLOCK=BLOCK_UNITS,
         )
-    parts = parts_of(rows * heads, capacity, scores.device)
+    parts = parts_of(rows * heads, width, capacity, scores.device)
     if parts:
         share_topk_triton(
             scores,
@@ -263,6 +277,7 @@ def select_topk_triton(
         WHOLE=width % BLOCK_UNITS == 0,
         CLEAN=has_block_max,
         num_warps=warps,
+        **overlapping(rows * heads),
     )
     if width > tile_units and (
         capacity * BLOCK_UNITS > tile_units or triton.cdiv(width, BLOCK_UNITS) > tile_blocks

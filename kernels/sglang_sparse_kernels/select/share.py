@@ -28,10 +28,11 @@ from .search import (
     load_units,
     log_ratio,
     probe,
+    rankable,
     score_of,
-    winners,
+    search_winners,
 )
-from .types import BLOCK_UNITS, FOUND_UNITS, MAX_PARTS, MAX_SHARED_ROWS, TopkWorkspace
+from .types import BLOCK_UNITS, FOUND_UNITS, MAX_PARTS, TopkWorkspace
 
 MAX_BLOCKS = 16384
 WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
@@ -42,15 +43,15 @@ LEAST_BUDGET, MOST_BUDGET = 128, 2048
 WRITE_UNITS = 512
 FIND_WARPS = SETTLE_WARPS = 8
 FALLBACK_UNITS = 4096
-MAXNREG = None
 
-FOUND = tl.constexpr(8)  # first column of a row's state: units that each part listed
+# Columns of a row's state: key of its floor; the first of how many units each part listed.
+FLOOR, FOUND = tl.constexpr(0), tl.constexpr(8)
 
 
-def parts_of(row_heads: int, capacity: int, device: torch.device) -> int:
+def parts_of(row_heads: int, width: int, capacity: int, device: torch.device) -> int:
     """Programs that share a row and KV head; 0 if rows are not shared."""
     fill = multiprocessors(device) // row_heads
-    if row_heads > MAX_SHARED_ROWS or fill < 2 or capacity > MOST_BUDGET:
+    if fill < 2 or width <= WHOLE_UNITS or capacity > MOST_BUDGET:
         return 0
     return min(MAX_PARTS, next_power_of_2(fill + 1) // 2)
 
@@ -69,8 +70,8 @@ def _floor(
 ):
     """(A score that at least k of n scores reach, whether far more do).
 
-    Few more do unless many are equal; -inf if fewer than k are above that. ``SIZE`` scores are held in registers; of more, blocks at
-    equal distances are looked at, which fewer than k may pass by chance.
+    Few more do unless many are equal; -inf if fewer than k are above that. ``SIZE`` scores are held
+    in registers; of more, blocks at equal distances are looked at, and fewer than k may reach it.
     """
     step = tl.cdiv(tl.cdiv(n, BLOCK), SIZE // BLOCK)
     o_b = tl.arange(0, SIZE // BLOCK) * step
@@ -107,6 +108,17 @@ def _floor(
         side = moved
         step += 1
     return tl.where(count_lo < k, float("-inf"), score_of(lo)), count_lo > k + k // 2
+
+
+@triton.jit
+def _load_tile(p_scores, start, end, n, BT: tl.constexpr, PB: tl.constexpr, WHOLE: tl.constexpr):
+    """(scores, units) [BT / PB, PB] from ``start`` on; those from ``end`` on may be anything."""
+    o_u = start + tl.arange(0, BT // PB)[:, None] * PB + tl.arange(0, PB)[None, :]
+    # Parts begin and end with a block, and a row's last block may be readable whole.
+    m_u = (start + tl.arange(0, BT // PB) * PB < end)[:, None]
+    if not WHOLE:
+        m_u &= o_u < n
+    return tl.load(p_scores + o_u, mask=m_u, other=float("-inf")), o_u
 
 
 @triton.jit
@@ -157,6 +169,11 @@ def find_kernel(
             free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
+            share = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
+            first = i_s * share
+            last = tl.minimum(first + share, n)
+            # This part's units are on their way while the floor is searched.
+            b_next, o_next = _load_tile(p_scores, first, last, n, BT, PB, WHOLE)
             count = tl.cdiv(n, BLOCK)
             if (n <= BU) & (count < 2 * k):
                 floor, tied = _floor(
@@ -170,27 +187,19 @@ def find_kernel(
                     floor, tied = _floor(p_max, count, below, free, k, BB // 4, BLOCK, True, CLEAN)
                 else:
                     floor, tied = _floor(p_max, count, below, free, k, BB, BLOCK, True, CLEAN)
-            share = tl.cdiv(tl.cdiv(n, PARTS), BLOCK) * BLOCK
-            first = i_s * share
-            last = tl.minimum(first + share, n)
             base = (i_rh * PARTS + i_s) * STRIDE
             # Units that reach the floor before this part, as far as k of them.
             before = tl.full((), 0, tl.int32)
             i_t = tl.full((), 0, tl.int32)
             while tied & (i_t < first) & (before < k):
-                o_b = i_t // PB + tl.arange(0, BT // PB)
-                b_s, _ = load_units(
-                    p_scores, o_b, o_b * PB < first, n, forced_below, free_below, PB, WHOLE, CLEAN
-                )
-                m_b = (o_b * PB < first)[:, None]
-                before += tl.sum((m_b & (b_s >= floor)).to(tl.int32))
+                b_s, o_u = _load_tile(p_scores, i_t, first, n, BT, PB, WHOLE)
+                b_s = rankable(b_s, o_u, forced_below, free_below, first, CLEAN)
+                before += tl.sum(((b_s >= floor) & (o_u < first)).to(tl.int32))
                 i_t += BT
             found = tl.full((), 0, tl.int32)
             for i_t in range(first, last, BT):
-                o_b = i_t // PB + tl.arange(0, BT // PB)
-                b_s, o_u = load_units(
-                    p_scores, o_b, o_b * PB < last, n, forced_below, free_below, PB, WHOLE, CLEAN
-                )
+                b_s, o_u = rankable(b_next, o_next, forced_below, free_below, n, CLEAN), o_next
+                b_next, o_next = _load_tile(p_scores, i_t + BT, last, n, BT, PB, WHOLE)
                 # [BT / PB, PB]
                 # Behind k that reach it, a score equal to the floor cannot win.
                 b_reach = (b_s > floor) | ((b_s == floor) & (before + found < k))
@@ -210,6 +219,8 @@ def find_kernel(
             # Where fewer than k are above -inf, the lists do not hold those that win.
             found = tl.where(floor == float("-inf"), STRIDE + 1, found)
             tl.store(state + i_rh * COLUMNS + FOUND + i_s, found)
+            if i_s == 0:
+                tl.store(state + i_rh * COLUMNS + FLOOR, key_of(floor))
 
 
 @triton.jit
@@ -219,6 +230,8 @@ def _settle(
     p_out,
     b_chunks,
     own,
+    floor,
+    forced,
     k,
     BC: tl.constexpr,
     PARTS: tl.constexpr,
@@ -237,23 +250,26 @@ def _settle(
     m_c = o_c < tl.sum(b_chunks)
     # [BC / CHUNK, CHUNK]
     b_s = tl.load(p_scores + b_at[:, None] + o_i[None, :], mask=m_c[:, None], other=float("-inf"))
-    # Positions order as units do. At least k listed scores are above -inf.
+    o_o = tl.arange(0, BO)
+    # [BO]: what may be written is on its way while the k-th best is searched.
+    b_o = tl.load(p_scores + i_s * STRIDE + o_o, mask=o_o < own, other=float("-inf"))
+    b_u = tl.load(p_units + i_s * STRIDE + o_o, mask=o_o < own, other=0)
+    # Positions order as units do. At least k listed scores reach the floor, which is above -inf.
     o_p = o_c[:, None] * CHUNK + o_i[None, :]
-    b_win, score = winners(b_s, o_p, float("-inf"), BC - 1, k, BC)
+    b_win, score = search_winners(b_s, o_p, floor, forced, BC - 1, k, BC)
     cut = tl.max(tl.where(b_win & (b_s == score), o_p, -1))
     before = tl.sum(tl.where(o_s < i_s, b_chunks, 0))
-    taken = tl.sum(tl.where(o_c < before, tl.sum(b_win.to(tl.int32), 1), 0))
-    o_o = tl.arange(0, BO)
+    taken = tl.sum((b_win & (o_c < before)[:, None]).to(tl.int32))
     for i_o in range(0, own, BO):
         m_o = i_o + o_o < own
-        # [BO]
-        b_o = tl.load(p_scores + i_s * STRIDE + i_o + o_o, mask=m_o, other=float("-inf"))
-        b_u = tl.load(p_units + i_s * STRIDE + i_o + o_o, mask=m_o, other=0)
         b_tie = (b_o == score) & (before * CHUNK + i_o + o_o <= cut)
         b_won = (m_o & ((b_o > score) | b_tie)).to(tl.int32)
         o_w = taken + tl.cumsum(b_won, 0) - 1
         tl.store(p_out + o_w, b_u, mask=(b_won != 0) & (o_w < k))
         taken += tl.sum(b_won)
+        o_n = i_o + BO + o_o
+        b_o = tl.load(p_scores + i_s * STRIDE + o_n, mask=o_n < own, other=float("-inf"))
+        b_u = tl.load(p_units + i_s * STRIDE + o_n, mask=o_n < own, other=0)
 
 
 @triton.jit
@@ -298,7 +314,11 @@ def settle_kernel(
     # [PARTS]
     b_found = tl.load(p_found + tl.arange(0, PARTS))
     own = tl.load(p_found + i_s)
+    floor = score_of(tl.load(state + i_rh * COLUMNS + FLOOR))
     if reselected & (k > 0):
+        forced_below = tl.cdiv(sink, UNIT)
+        free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+        forced = forced_of(forced_below, free_below, n)
         first = i_rh * PARTS * STRIDE
         p_scores, p_units = found_scores + first, found_units + first
         p_out = out_indices + i_l * capacity
@@ -307,14 +327,19 @@ def settle_kernel(
         size = tl.where(listed, tl.sum(b_chunks) * CHUNK, SLOTS + 1)
         if size <= SLOTS // 4:
             _settle(
-                p_scores, p_units, p_out, b_chunks, own, k, SLOTS // 4, PARTS, STRIDE, CHUNK, BO
-            )
+                p_scores, p_units, p_out, b_chunks, own, floor, forced, k, SLOTS // 4, PARTS,
+                STRIDE, CHUNK, BO,
+            )  # fmt: skip
         elif size <= SLOTS // 2:
             _settle(
-                p_scores, p_units, p_out, b_chunks, own, k, SLOTS // 2, PARTS, STRIDE, CHUNK, BO
-            )
+                p_scores, p_units, p_out, b_chunks, own, floor, forced, k, SLOTS // 2, PARTS,
+                STRIDE, CHUNK, BO,
+            )  # fmt: skip
         elif size <= SLOTS:
-            _settle(p_scores, p_units, p_out, b_chunks, own, k, SLOTS, PARTS, STRIDE, CHUNK, BO)
+            _settle(
+                p_scores, p_units, p_out, b_chunks, own, floor, forced, k, SLOTS, PARTS,
+                STRIDE, CHUNK, BO,
+            )  # fmt: skip
         elif i_s == 0:
             take_streamed(
                 scores + i_rh * width,
@@ -322,8 +347,8 @@ def settle_kernel(
                 p_out,
                 n,
                 k,
-                tl.cdiv(sink, UNIT),
-                tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n),
+                forced_below,
+                free_below,
                 list_blocks,
                 TILE,
                 BLOCK,
@@ -364,9 +389,9 @@ def share_topk_triton(
         "WHOLE": width % BLOCK_UNITS == 0,
         "CLEAN": clean,
         "COLUMNS": workspace.state.shape[2],
-        **overlapping(rows * heads),
     }
     found = (workspace.found_scores, workspace.found_units)
+    # Programs of the first launch that came up while scores are being written would crowd.
     blocks = max(1024, next_power_of_2(triton.cdiv(width, BLOCK_UNITS)))
     find_kernel[(rows * heads, parts)](
         scores, workspace.block_max, *found, workspace.state, *row, out_counts,
@@ -378,5 +403,5 @@ def share_topk_triton(
         scores, *found, workspace.blocks, workspace.state, *row, out_indices,
         width, workspace.blocks.shape[2], capacity, sink, recent,
         SLOTS=8 * max(LEAST_BUDGET, next_power_of_2(capacity)), BO=WRITE_UNITS,
-        TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, maxnreg=MAXNREG, **shapes,
+        TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, **shapes, **overlapping(rows * heads),
     )  # fmt: skip

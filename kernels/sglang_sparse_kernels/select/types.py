@@ -14,9 +14,6 @@ STREAM_SPLITS = 32
 MAX_PARTS = 16
 """Programs that share a row of a short list, at most."""
 
-MAX_SHARED_ROWS = 128
-"""Rows times KV heads up to which several programs share each row."""
-
 FOUND_UNITS = 4096
 """Units that each of those may list."""
 
