@@ -5,8 +5,8 @@
 
 A sample bounds the k-th best score. Several programs a row count the units above the bounds and
 list those between them, one program searches those, and several write the winners in order: a row
-is read twice. Where the sample misled, or too many units lie between (equal scores), one program
-reads the row some four times instead.
+is read twice. Where all of those are equal, how many of them each part takes needs no list. Where
+the sample misled, or too many units lie between, one program reads the row some four times instead.
 """
 
 import torch
@@ -24,8 +24,9 @@ PART_UNITS, PART_BLOCK, PART_WARPS = 1024, 4, 2
 # Units between the bounds that a part may list, and as many as the search takes in less time.
 MOST_OPEN, FEW_OPEN = 512, 256
 
-# Columns of a row's state: bounds, then what the search found, then a number of each part.
-_LOW, _HIGH, _SCORE, _CUT, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 8))
+# Columns of a row's state: bounds, the k-th best score, then of each part: units above, units
+# between, where its winners go, how many units that equal the k-th best win.
+_LOW, _HIGH, _SCORE, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 8))
 
 
 @triton.jit
@@ -129,8 +130,6 @@ def partition_kernel(
 def _search(
     p_scores,
     p_list,
-    p_state,
-    b_above,
     b_open,
     k,
     n,
@@ -141,7 +140,8 @@ def _search(
     SPLITS: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
-    """Find the k best of the listed units, at most ``BC`` of each part."""
+    """(k-th best of the listed units, at most ``BC`` of each part; how many of it each part takes,
+    and how many above it)."""
     o_s, o_c = tl.arange(0, SPLITS), tl.arange(0, BC)
     m_c = o_c[None, :] < b_open[:, None]
     # [SPLITS, BC]
@@ -149,12 +149,8 @@ def _search(
     b_s = tl.load(p_scores + b_u, mask=m_c, other=float("-inf"))
     b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
     b_win, score = winners(b_s, b_u, float("-inf"), n - 1, k, SPLITS * BC)
-    b_win &= m_c
-    cut = tl.max(tl.where(b_win & (b_s == score), b_u, -1))
-    b_taken = b_above + tl.sum(b_win.to(tl.int32), 1)
-    tl.store(p_state + _SCORE, key_of(score))
-    tl.store(p_state + _CUT, cut)
-    tl.store(p_state + _PARTS + 2 * SPLITS + o_s, tl.cumsum(b_taken, 0) - b_taken)
+    b_tied = tl.sum((b_win & m_c & (b_s == score)).to(tl.int32), 1)
+    return score, b_tied, tl.sum((b_s > score).to(tl.int32), 1)
 
 
 @triton.jit
@@ -200,15 +196,27 @@ def threshold_kernel(
         b_open = tl.load(p_state + _PARTS + SPLITS + o_s)
         above = tl.sum(b_above)
         most = tl.max(b_open)
+        low = tl.load(p_state + _LOW)
+        equal = low == tl.load(p_state + _HIGH)
         if most > least:
-            done = (above < k) & (k <= above + tl.sum(b_open)) & (most <= tl.minimum(BC, most_open))
+            done = (above < k) & (k <= above + tl.sum(b_open))
+            done &= equal | (most <= tl.minimum(BC, most_open))
             tl.store(p_state + DONE, done.to(tl.int32))
             if done:
-                p_scores, p_list = scores + i_rh * width, lists + i_rh * list_blocks
-                _search(
-                    p_scores, p_list, p_state, b_above, b_open, k - above, n, forced_below,
-                    free_below, most_open, BC, SPLITS, CLEAN,
-                )  # fmt: skip
+                # [SPLITS]: of equal units the first ones win
+                b_tied = tl.maximum(k - above - (tl.cumsum(b_open, 0) - b_open), 0)
+                b_tied = tl.minimum(b_tied, b_open)
+                score = score_of(low)
+                if not equal:
+                    score, b_tied, b_over = _search(
+                        scores + i_rh * width, lists + i_rh * list_blocks, b_open, k - above, n,
+                        forced_below, free_below, most_open, BC, SPLITS, CLEAN,
+                    )  # fmt: skip
+                    b_above += b_over
+                b_taken = b_above + b_tied
+                tl.store(p_state + _SCORE, key_of(score))
+                tl.store(p_state + _PARTS + 2 * SPLITS + o_s, tl.cumsum(b_taken, 0) - b_taken)
+                tl.store(p_state + _PARTS + 3 * SPLITS + o_s, b_tied)
 
 
 @triton.jit
@@ -246,8 +254,9 @@ def write_kernel(
         forced_below = tl.cdiv(sink, UNIT)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
         i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
-        score, cut = score_of(tl.load(p_state + _SCORE)), tl.load(p_state + _CUT)
+        score = score_of(tl.load(p_state + _SCORE))
         taken = tl.load(p_state + _PARTS + 2 * SPLITS + i_s)
+        tied = tl.load(p_state + _PARTS + 3 * SPLITS + i_s)
         ROWS: tl.constexpr = BT // PB
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
@@ -256,7 +265,16 @@ def write_kernel(
                 scores + i_rh * width, o_b, o_b * PB < n, n, forced_below, free_below, PB,
                 WHOLE, CLEAN,
             )  # fmt: skip
-            b_win = (b_s > score) | ((b_s == score) & (o_u <= cut))
+            b_win = b_s > score
+            b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
+            ties = tl.sum(b_tie)
+            if ties <= tied:
+                b_win |= b_tie != 0
+            elif tied > 0:
+                b_row = tl.sum(b_tie, 1)
+                b_rank = (tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_tie, 1)
+                b_win |= (b_tie != 0) & (b_rank <= tied)
+            tied -= tl.minimum(ties, tied)
             taken = store_winners(out_indices + i_l * capacity, b_win, o_u, taken, k)
 
 

@@ -18,7 +18,7 @@ FOUND_UNITS = 4096
 """Units that each of those may list."""
 
 _FOUND_LISTS = 512
-_STATE_COLUMNS = 8 + 3 * STREAM_SPLITS
+_STATE_COLUMNS = 8 + 4 * STREAM_SPLITS
 _ALIGN = 16
 
 

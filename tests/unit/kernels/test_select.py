@@ -186,7 +186,7 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
 
 @pytest.mark.parametrize(
     ("kind", "few", "done"),
-    [("normal", 64, True), ("normal", 16, True), ("clustered", 64, False), ("constant", 64, False)],
+    [("normal", 64, True), ("normal", 16, True), ("clustered", 64, False), ("constant", 64, True)],
 )
 def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
     kind: str, few: int, done: bool, monkeypatch: pytest.MonkeyPatch
