@@ -7,9 +7,12 @@ The interpreter keeps bfloat16 as raw 16-bit integers: products and comparisons 
 and casts to it truncate.
 """
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 OVERLAP_ROW_HEADS = 32
 
@@ -22,14 +25,23 @@ def overlapping(row_heads: int) -> dict[str, bool]:
     Of few rows a launch comes up while the one before it ends, which saves part of the time
     between them. Programs that come up early are spread unevenly, so a full device waits.
     """
-    overlap = not INTERPRETED.value and row_heads <= OVERLAP_ROW_HEADS
+    overlap = row_heads <= OVERLAP_ROW_HEADS and _can_overlap()
     return {"launch_pdl": True} if overlap else {}
+
+
+@cache
+def _can_overlap() -> bool:
+    """Whether the device is a Hopper GPU or a later one."""
+    if INTERPRETED.value:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
 
 
 @triton.jit
 def begin():
     """Let the next launch come up to here; wait until the one before has written everything."""
-    if not INTERPRETED:
+    if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
         gdc_wait()
 
