@@ -32,7 +32,7 @@ from .search import (
     score_of,
     search_winners,
 )
-from .types import BLOCK_UNITS, FOUND_UNITS, MAX_PARTS, TopkWorkspace
+from .types import BLOCK_UNITS, FOUND_UNITS, MAX_PARTS, MAX_PROGRAMS, TopkWorkspace
 
 MAX_BLOCKS = 16384
 WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
@@ -50,7 +50,7 @@ FLOOR, FOUND = tl.constexpr(0), tl.constexpr(8)
 
 def parts_of(row_heads: int, width: int, capacity: int, device: torch.device) -> int:
     """Programs that share a row and KV head; 0 if rows are not shared."""
-    fill = multiprocessors(device) // row_heads
+    fill = min(multiprocessors(device), MAX_PROGRAMS) // row_heads
     if fill < 2 or width <= WHOLE_UNITS or capacity > MOST_BUDGET:
         return 0
     return min(MAX_PARTS, next_power_of_2(fill + 1) // 2)

@@ -17,7 +17,9 @@ MAX_PARTS = 16
 FOUND_UNITS = 4096
 """Units that each of those may list."""
 
-_FOUND_LISTS = 512
+MAX_PROGRAMS = 256
+"""Programs that share rows, of all rows together."""
+
 _STATE_COLUMNS = 8 + 4 * STREAM_SPLITS
 _ALIGN = 16
 
@@ -29,7 +31,7 @@ def padded_blocks(max_units: int) -> int:
 
 def _found_units(max_rows: int, num_kv_heads: int) -> int:
     """Programs that share rows, at most, times what each may list."""
-    return FOUND_UNITS * min(_FOUND_LISTS, max_rows * num_kv_heads * MAX_PARTS)
+    return FOUND_UNITS * min(MAX_PROGRAMS, max_rows * num_kv_heads * MAX_PARTS)
 
 
 @dataclass(frozen=True)
