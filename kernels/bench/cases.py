@@ -214,7 +214,7 @@ class Case:
                 **options,
             )
 
-    def select(self, impl: str = "triton", has_block_max: bool = True) -> None:
+    def select(self, impl: str = "triton") -> None:
         """Select the units with the best scores."""
         select_topk(
             self.scores,
@@ -225,7 +225,7 @@ class Case:
             out_indices=self.indices,
             out_counts=self.counts,
             workspace=self.topk,
-            has_block_max=has_block_max,
+            has_block_max=True,
             impl=impl,
         )
 
@@ -278,9 +278,6 @@ class Case:
         assert errors["score"] < (2e-3 if self.unit == 1 else 1e-5), f"score: {errors['score']}"
         self.select(impl="torch")
         assert torch.equal(self.indices[1:], got_indices), "select_topk"
-        self.indices.fill_(-1)
-        self.select(has_block_max=False)
-        assert torch.equal(self.indices[1:], got_indices), "select_topk with its own block maxima"
         got_out = layer.out.clone()
         self.attend(layer, impl="torch")
         errors["attend"] = float((got_out.float() - layer.out.float()).norm() / layer.out.norm())
