@@ -107,10 +107,10 @@ def progressive_attend_kernel(
         row_first = tl.max(tl.where(b_end <= at, b_end, 0))
         row_last = tl.min(tl.where(b_end > at, b_end, amount))
         row_last = tl.minimum(row_last, amount)
-        i_l, tail, tail_tokens, prologue, total, units, listed, forced = work(
+        i_l, tail, tail_tokens, prologue, total, _units, _listed, _forced = work(
             seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT
         )
-        front, part, parts, most, tiles = cuts(prologue, total, BN, TILES, PARTS)
+        front, part, _parts, _most, _tiles = cuts(prologue, total, BN, TILES, PARTS)
         until = tl.minimum(end, row_last)
         attend_tiles(
             q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,

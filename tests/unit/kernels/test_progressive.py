@@ -91,9 +91,7 @@ def tail_mass(batch: Batch, row: int, logit_cap: float = 0.0) -> torch.Tensor:
     return logits[..., int(shorter[row]) :].exp().sum(-1)
 
 
-def run(
-    batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: int = 1
-) -> dict:
+def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: int = 1) -> dict:
     """Select, rank, bound and attend; returns everything that was written.
 
     ``expected`` is how many microbatches each row is thought to take.
@@ -380,9 +378,7 @@ def test_pieces_of_several_tiles_hold_what_one_tile_would(
     monkeypatch.setattr(kernel, "TILE", tile)
     monkeypatch.setattr(kernel, "MAX_PARTS", 3)
     monkeypatch.setattr(kernel, "num_programs", lambda _: 5)
-    batch = make_batch(
-        ([300, 170], 32, 1, 2, 64, torch.bfloat16, 16, 1, 64, 64), dense_rows=(1,)
-    )
+    batch = make_batch(([300, 170], 32, 1, 2, 64, torch.bfloat16, 16, 1, 64, 64), dense_rows=(1,))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 64)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
 
