@@ -370,10 +370,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two small cases")
     parser.add_argument("--sweep", action="store_true", help="launch heuristics as well")
     parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     args = parser.parse_args()
     begin, replays = time.monotonic(), 5 if args.quick else 15
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "commit": commit(), "versions": versions(),
+        "device": torch.cuda.get_device_name(), "commit": args.commit or commit(),
+        "versions": versions(),
         "copy_bytes_per_second": copy_bandwidth(), "epsilon": EPSILON, "unit": UNIT,
         "cap_units": CAP_UNITS, "rows": [],
     }  # fmt: skip
