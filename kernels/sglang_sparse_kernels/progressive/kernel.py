@@ -6,9 +6,11 @@
 Where a row stops is known only when it has been attended to so far, but it is much where it stopped
 in its last step. So a first launch attends to as many microbatches as were taken then, of all rows
 and KV heads together, in equal shares for the programs that run at once: no program waits for a
-number of another's. A second launch, one program a row and KV head, finds the exact stop, attends
-to what is missing until then, and merges what lies before it. A microbatch comes to the same in
-either launch, and those after the stop are left out, so what was expected decides the time alone.
+number of another's. A second one finds the exact stop, or guesses it where it lies further on, and
+merges what lies before it. A third attends to what is missing up to the guesses, again in equal
+shares, and a last one ends those rows, if need be by attending further on its own; where everything
+stopped as expected, these two return at once. A microbatch comes to the same whoever attends to it,
+and those after the stop are left out, so what was expected decides the time alone.
 """
 
 import torch
@@ -17,19 +19,20 @@ import triton.language as tl
 
 from ..common import group_size, next_power_of_2
 from ..plan import DecodePlan
-from .finish_kernel import progressive_finish_kernel
+from .finish_kernel import progressive_finish_kernel, progressive_look_kernel
 from .types import MAX_PARTS, ProgressiveWorkspace, num_programs
-from .work_kernel import attend_tiles, cuts, next_piece, work
+from .work_kernel import attend_shares, cuts, work
 
-# Both launches take as many warps and the same tile: sums over a tile must round alike.
+# All launches take as many warps and the same tile: sums over a tile must round alike.
 WARPS = 4
-STAGES = 2
 TILE = 128
-# Microbatches attended to beyond those of the last step, and the part of those that programs
-# which would idle may add.
-MARGIN = 1
+STAGES = 2
+LAST_STAGES = 3
+# The part of the last step's microbatches that programs which would idle may add.
 SPARE = 4
-# Microbatches that the second launch attends to between two looks, at first.
+# A guess is at most so many times what was attended to, of at least FEW microbatches.
+GROWTH, FEW = 4, 8
+# Microbatches that a row's last program attends to between two looks, at first.
 CHUNK = 4
 MERGE_ENTRIES = 64
 
@@ -72,7 +75,6 @@ def progressive_attend_kernel(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
-    MARGIN: tl.constexpr,
     SPARE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -82,44 +84,75 @@ def progressive_attend_kernel(
     o_r = tl.where(m_r, o_r, 0)
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(expected_rows + o_r // H).to(tl.int64) * H + o_r % H
-    b_last = tl.maximum(tl.load(expected + i_e), 0)
-    _l, _t, _n, b_prologue, b_total, _u, _c, _f = work(
+    b_last = tl.maximum(tl.load(expected + i_e), 1)
+    _, _, _, b_prologue, b_total, _, _, _ = work(
         seq_lens, tail_start, k_units, list_rows, ranked, o_r, capacity, sink, recent, H, UNIT
     )
-    b_front, _p, b_parts, b_most, b_tiles = cuts(b_prologue, b_total, BN, TILES, PARTS)
-    b_taken = tl.minimum(b_last, b_most) + MARGIN
+    b_front, _, b_parts, b_most, b_tiles = cuts(b_prologue, b_total, BN, TILES, PARTS)
+    b_taken = tl.minimum(b_last, b_most)
     b_amount = tl.minimum(b_front + b_taken * TILES, b_tiles)
     amount = tl.sum(tl.where(m_r, b_amount, 0))
     # A program that would have nothing to do attends to a little more of a row.
     spare = (tl.cdiv(amount, programs) * programs - amount) // (count * TILES)
-    b_taken = tl.minimum(b_taken + tl.minimum(spare, b_taken // SPARE), b_most)
+    b_taken = tl.minimum(b_taken + tl.minimum(spare, tl.cdiv(b_taken, SPARE)), b_most)
     b_amount = tl.where(m_r, tl.minimum(b_front + b_taken * TILES, b_tiles), 0)
-    amount = tl.sum(b_amount)
-    b_end = tl.cumsum(b_amount, 0)
     if tl.program_id(0) == 0:
         tl.store(there + o_r, b_parts + b_taken, mask=m_r)
+    attend_shares(
+        b_amount, None, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units, list_rows,
+        indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
+        recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+    )  # fmt: skip
 
-    share = tl.cdiv(amount, programs)
-    at = tl.program_id(0) * share
-    end = tl.minimum(at + share, amount)
-    while at < end:
-        i_rh = tl.sum((b_end <= at).to(tl.int32))
-        row_first = tl.max(tl.where(b_end <= at, b_end, 0))
-        row_last = tl.min(tl.where(b_end > at, b_end, amount))
-        row_last = tl.minimum(row_last, amount)
-        i_l, tail, tail_tokens, prologue, total, _units, _listed, _forced = work(
-            seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT
-        )
-        front, part, _parts, _most, _tiles = cuts(prologue, total, BN, TILES, PARTS)
-        until = tl.minimum(end, row_last)
-        attend_tiles(
-            q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,
-            next_piece(at - row_first, front, part, row_last - row_first, TILES),
-            next_piece(until - row_first, front, part, row_last - row_first, TILES),
-            tail, tail_tokens, prologue, total, stride_q, stride_table, capacity, pieces,
-            scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
-        )  # fmt: skip
-        at = until
+
+@triton.jit
+def progressive_extend_kernel(
+    q,
+    k_buffer,
+    v_buffer,
+    page_table,
+    seq_lens,
+    tail_start,
+    k_units,
+    list_rows,
+    indices,
+    ranked,
+    partial,
+    lse,
+    least,
+    there,
+    until,
+    stride_q,
+    stride_table,
+    capacity,
+    pieces,
+    count,
+    sink,
+    recent,
+    scale_log2,
+    logit_cap,
+    BR: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BG: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    o_r = tl.arange(0, BR)
+    m_r = o_r < count
+    b_more = tl.load(until + o_r, mask=m_r, other=0) - tl.load(there + o_r, mask=m_r, other=0)
+    attend_shares(
+        b_more * TILES, there, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units,
+        list_rows, indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces,
+        sink, recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP,
+        STAGES,
+    )  # fmt: skip
 
 
 def progressive_decode_attention_triton(
@@ -147,94 +180,58 @@ def progressive_decode_attention_triton(
     expected_rows: torch.Tensor,
     workspace: ProgressiveWorkspace,
 ) -> None:
-    """Launch :func:`progressive_attend_kernel`, then :func:`progressive_finish_kernel`."""
+    """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
     rows, query_heads, dim = q.shape
     heads = k_buffer.shape[1]
     group = group_size(query_heads, heads)
     capacity, pieces = indices.shape[2], workspace.lse.shape[2]
     tile = min(microbatch, max(TILE, unit))
-    attention = {
+    kv = (q, k_buffer, v_buffer, plan.page_table)
+    lengths = (plan.seq_lens, plan.tail_start, plan.k_units, plan.list_rows)
+    found = (workspace.partial, workspace.lse, workspace.least, workspace.there)
+    sizes = (q.stride(0), plan.page_table.stride(0), capacity, pieces)
+    factors = (sink, recent, sm_scale * 1.4426950408889634, logit_cap)
+    steps = 0 if rest_bounds is None else rest_bounds.shape[3]
+    cut = {
         "H": heads,
         "G": group,
-        "BG": max(16, next_power_of_2(group)),
         "D": dim,
-        "PAGE": page_size,
         "UNIT": unit,
         "BN": tile,
         "TILES": microbatch // tile,
         "PARTS": MAX_PARTS,
-        "HAS_CAP": logit_cap > 0,
-        "STAGES": STAGES,
         "num_warps": WARPS,
     }
-    scale_log2 = sm_scale * 1.4426950408889634
-    progressive_attend_kernel[(num_programs(q.device),)](
-        q,
-        k_buffer,
-        v_buffer,
-        plan.page_table,
-        plan.seq_lens,
-        plan.tail_start,
-        plan.k_units,
-        plan.list_rows,
-        indices,
-        ranked,
-        expected,
-        expected_rows,
-        workspace.partial,
-        workspace.lse,
-        workspace.least,
-        workspace.there,
-        q.stride(0),
-        plan.page_table.stride(0),
-        capacity,
-        pieces,
-        rows * heads,
-        sink,
-        recent,
-        scale_log2,
-        logit_cap,
-        BR=next_power_of_2(rows * heads),
-        MARGIN=MARGIN,
-        SPARE=SPARE,
-        **attention,
-    )
+    attention = {
+        "BG": max(16, next_power_of_2(group)),
+        "PAGE": page_size,
+        "HAS_CAP": logit_cap > 0,
+    }
+    shares = cut | attention | {"BR": next_power_of_2(rows * heads), "STAGES": STAGES}
+    stop = cut | {
+        "BS": next_power_of_2(group),
+        "BI": next_power_of_2(MAX_PARTS + -(-capacity * unit // microbatch)),
+        "BM": MERGE_ENTRIES // next_power_of_2(group),
+        "UPPER": rest_bounds is not None,
+        "MEAN": share == "mean",
+    }
+    expectation = (expected, expected_rows)
+    asked = (epsilons, rest_bounds)
+    programs = num_programs(q.device)
+    progressive_attend_kernel[(programs,)](
+        *kv, *lengths, indices, ranked, *expectation, *found, *sizes, rows * heads, *factors,
+        SPARE=SPARE, **shares,
+    )  # fmt: skip
+    progressive_look_kernel[(rows * heads,)](
+        *lengths, ranked, reached, *expectation, *asked, *found, workspace.until, out, counters,
+        capacity, pieces, steps, sink, recent, GROWTH=GROWTH, FEW=FEW, **stop,
+    )  # fmt: skip
+    progressive_extend_kernel[(programs,)](
+        *kv, *lengths, indices, ranked, *found, workspace.until, *sizes, rows * heads, *factors,
+        **shares,
+    )  # fmt: skip
     progressive_finish_kernel[(rows * heads,)](
-        q,
-        k_buffer,
-        v_buffer,
-        plan.page_table,
-        plan.seq_lens,
-        plan.tail_start,
-        plan.k_units,
-        plan.list_rows,
-        indices,
-        ranked,
-        reached,
-        expected,
-        expected_rows,
-        epsilons,
-        rest_bounds,
-        workspace.partial,
-        workspace.lse,
-        workspace.least,
-        workspace.there,
-        out,
-        counters,
-        q.stride(0),
-        plan.page_table.stride(0),
-        capacity,
-        pieces,
-        0 if rest_bounds is None else rest_bounds.shape[3],
-        sink,
-        recent,
-        scale_log2,
-        logit_cap,
-        BS=next_power_of_2(group),
-        BI=next_power_of_2(MAX_PARTS + -(-capacity * unit // microbatch)),
-        BM=MERGE_ENTRIES // next_power_of_2(group),
-        UPPER=rest_bounds is not None,
-        MEAN=share == "mean",
-        CHUNK=CHUNK,
-        **attention,
-    )
+        *kv, *lengths, indices, ranked, reached, *expectation, *asked, *found, workspace.until,
+        out, counters, *sizes, steps, *factors, CHUNK=CHUNK, STAGES=LAST_STAGES, **attention,
+        **stop,
+    )  # fmt: skip

@@ -43,12 +43,14 @@ class ProgressiveWorkspace:
         lse: float32 [R, H, I, G], its log2 of the sum of exponentials.
         least: float32 [R, H, I, G], log2 of its smallest block mass.
         there: int32 [R, H], pieces that were attended to as expected.
+        until: int32 [R, H], pieces up to which more is attended to; ``there`` if that is enough.
     """
 
     partial: torch.Tensor
     lse: torch.Tensor
     least: torch.Tensor
     there: torch.Tensor
+    until: torch.Tensor
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -67,7 +69,7 @@ class ProgressiveWorkspace:
 
 def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, items: int) -> int:
     """Bytes of one row of :func:`make_progressive_workspace`."""
-    return 4 * (items * num_heads * (head_dim + 2) + num_kv_heads)
+    return 4 * (items * num_heads * (head_dim + 2) + 2 * num_kv_heads)
 
 
 def make_progressive_workspace(
@@ -90,12 +92,13 @@ def make_progressive_workspace(
     """
     shape = (max_rows, num_kv_heads, items, num_heads // num_kv_heads)
 
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     return ProgressiveWorkspace(
         partial=zeros(*shape, head_dim),
         lse=zeros(*shape),
         least=zeros(*shape),
-        there=torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device),
+        there=zeros(*shape[:2], dtype=torch.int32),
+        until=zeros(*shape[:2], dtype=torch.int32),
     )

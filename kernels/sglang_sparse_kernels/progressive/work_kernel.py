@@ -195,3 +195,72 @@ def attend_tiles(
         tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_o[:, None])
         tl.store(lse + o_o, b_lse, mask=m_o)
         tl.store(least + o_o, b_low, mask=m_o)
+
+
+@triton.jit
+def attend_shares(
+    b_amount,
+    there,
+    q,
+    k_buffer,
+    v_buffer,
+    page_table,
+    seq_lens,
+    tail_start,
+    k_units,
+    list_rows,
+    indices,
+    ranked,
+    partial,
+    lse,
+    least,
+    stride_q,
+    stride_table,
+    capacity,
+    pieces,
+    sink,
+    recent,
+    scale_log2,
+    logit_cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BG: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to this program's share of ``b_amount`` tiles [rows and KV heads], all of them in one
+    sequence. A row and KV head's begin after the ``there`` pieces, or at its first if that is None.
+    """
+    amount = tl.sum(b_amount)
+    share = tl.cdiv(amount, tl.num_programs(0))
+    at = tl.program_id(0) * share
+    end = tl.minimum(at + share, amount)
+    if at < end:
+        b_end = tl.cumsum(b_amount, 0)
+        while at < end:
+            i_rh = tl.sum((b_end <= at).to(tl.int32))
+            row_first = tl.max(tl.where(b_end <= at, b_end, 0))
+            until = tl.minimum(end, tl.min(tl.where(b_end > at, b_end, amount)))
+            i_l, tail, tail_tokens, prologue, total, _units, _listed, _forced = work(
+                seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H,
+                UNIT,
+            )  # fmt: skip
+            front, part, parts, _most, tiles = cuts(prologue, total, BN, TILES, PARTS)
+            if there is None:
+                begin = -row_first
+            else:
+                begin = front + (tl.load(there + i_rh) - parts) * TILES - row_first
+            attend_tiles(
+                q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,
+                next_piece(begin + at, front, part, tiles, TILES),
+                next_piece(begin + until, front, part, tiles, TILES),
+                tail, tail_tokens, prologue, total, stride_q, stride_table, capacity, pieces,
+                scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+            )  # fmt: skip
+            at = until
