@@ -6,7 +6,7 @@
 Keys are heavy-tailed: 95 % of each query head's attention mass lies in a given part of the blocks.
 Every case is checked against the reference, and for equal results in repeated runs whatever is
 expected of a row, before it is timed. What is timed is two steps in turn, of queries that differ
-as those of successive tokens may: each step expects what the other one took, never its own.
+as those of successive tokens do: each step expects what the other one took, never its own.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from sglang_sparse_kernels import (
     select_topk,
     update_planes,
 )
+from sglang_sparse_kernels.attend import kernel as attend_kernel
 from sglang_sparse_kernels.progressive import kernel as progressive_kernel
 from sglang_sparse_kernels.progressive.reference import forced_units
 
@@ -49,17 +50,13 @@ EPSILON = 0.95
 PARTS = (0.02, 0.05, 0.10)
 LONG, SHORT = 0.10, 0.01
 REPEATS = 10
-# Two steps' queries: cosine 0.95, and a part by which the logits of each KV head's are scaled.
-TURN, SCALED = 0.229, 0.02
-# What is launched, and the margins of what is expected.
-SWEEP: tuple[dict[str, int], ...] = (
-    {"TILE": 64, "STAGES": 4},
-    {"TILE": 64, "STAGES": 3},
-    {"TILE": 64, "STAGES": 2},
-    {"MARGIN": 0},
-    {"MARGIN": 2, "SPARE": 2},
-    {"SPARE": 1000},
-)
+# How far a step's query is turned from what two successive ones have in common: NOTES.md says why.
+NEAR, FAR = 0.05, 0.229
+FAR_APART = ", steps far apart"
+# Splits of the fixed budget's kernel that are tried beside its own, for 16 requests and for one.
+SPLITS = {16: (4, 6, 8, 10), 1: (16, 48, 64)}
+# Settings of the attention's module.
+SWEEP: tuple[dict[str, int], ...] = ({"SPARE": 1000}, {"SPARE": 2}, {"GROWTH": 2})
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,15 @@ class MassLayer(LayerData):
 class MassCase:
     """A batch of random data; in row r, ``parts[r]`` of the blocks hold 95 % of the mass."""
 
-    def __init__(self, shape: Shape, parts: list[float], layers: int, microbatch: int) -> None:
-        self.shape, self.parts, self.microbatch = shape, parts, microbatch
+    def __init__(
+        self,
+        shape: Shape,
+        parts: list[float],
+        layers: int,
+        microbatch: int,
+        turn: float = NEAR,
+    ) -> None:
+        self.shape, self.parts, self.microbatch, self.turn = shape, parts, microbatch, turn
         self.device = torch.device("cuda")
         rows, size = shape.batch, shape.page_size
         row_pages = -(-shape.context // size)
@@ -117,9 +121,8 @@ class MassCase:
         """A step's query [rows, query heads, dim]: along the heavy keys, and turned elsewhere."""
         s = self.shape
         shape = (s.batch, s.heads, s.group, s.dim)
-        turn = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1) * TURN
-        scale = 1 + SCALED * torch.randn((s.batch, s.heads, 1, 1), device="cuda")
-        return (8 * (scale * direction[:, :, None] + turn)).flatten(1, 2).to(s.dtype)
+        turn = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1) * self.turn
+        return (8 * (direction[:, :, None] + turn)).flatten(1, 2).to(s.dtype)
 
     def _random_layer(self) -> tuple[MassLayer, MassLayer]:
         """Two steps of a layer."""
@@ -218,15 +221,22 @@ class MassCase:
         self.rank(layer)
         self.attend(layer)
 
-    def fixed(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-        """Attention over the blocks that were reached, as a fixed budget: alone, and the step."""
+    def fixed(self, *, even: bool) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+        """Attention over as many blocks as were reached, as a fixed budget: alone, and the step.
+
+        Each KV head attends to as many as it reached, or, ``even``, to as many as its row's do in
+        the mean.
+        """
         most = max(int(layer.reached[1:].max()) for layer in self.layers)
         # The score kernel's block maxima, and room for fewer blocks.
         topk = replace(self.topk, blocks=self.topk.blocks[..., :most].contiguous())
 
         def calls(layer: MassLayer) -> tuple[Callable[[], None], Callable[[], None]]:
-            plan = replace(self.plan, k_units=layer.reached[1:].amax(1).contiguous())
             indices, counts = layer.indices[..., :most].contiguous(), layer.reached.clone()
+            if even:
+                mean = counts[1:].float().mean(1, keepdim=True).round().int()
+                counts[1:] = mean.expand(-1, counts.shape[1])
+            plan = replace(self.plan, k_units=counts[1:].amax(1).contiguous())
 
             def attend() -> None:
                 gathered_decode_attention(
@@ -247,6 +257,24 @@ class MassCase:
 
         attends, steps = zip(*map(calls, self.layers), strict=True)
         return list(attends), list(steps)
+
+    def time_fixed(self, replays: int) -> tuple[dict[str, float], float]:
+        """Microseconds of attention over a fixed budget by how it is split, and of its step."""
+        times = {}
+        for even in (True, False):
+            attends, steps = self.fixed(even=even)
+            name = "mean of the row" if even else "each head's own"
+            times[name] = timed(attends, replays)
+            if not even:
+                whole = timed(steps, replays)
+            own = attend_kernel.num_splits
+            for splits in SPLITS.get(self.shape.batch, ()):
+                try:
+                    attend_kernel.num_splits = lambda *_, splits=splits: splits
+                    times[f"{name}, {splits} splits"] = timed(attends, replays)
+                finally:
+                    attend_kernel.num_splits = own
+        return times, whole
 
     def check(self) -> dict[str, float]:
         """Errors against the reference, from poisoned buffers; raises AssertionError if wrong."""
@@ -279,19 +307,23 @@ class MassCase:
         tail = self.plan.seq_lens - self.plan.tail_start
         forced = forced_units(int(self.plan.tail_start[0]), UNIT, SINK, RECENT)
         parts = -(-(tail + forced * UNIT) // min(progressive_kernel.TILE, self.microbatch))
-        over, moved = [], []
+        over, moved, taken, last = [], [], [], []
         for _ in range(2):
             for layer in self.layers:
                 before = layer.expected.clone()
                 self.attend(layer)
                 over.append(self.workspace.there - parts[:, None] - layer.expected)
                 moved.append((layer.expected - before).abs())
+                taken.append(layer.expected.clone())
+                last.append(self.workspace.until - parts[:, None] < layer.expected)
         over, moved = torch.cat(over[len(over) // 2 :]), torch.cat(moved[len(moved) // 2 :])
         return {
             "finished_in_second_launch": float((over < 0).float().mean()),
             "most_missing": float(-over.min()),
             "mean_too_many": float(over.clamp(min=0).float().mean()),
             "mean_change": float(moved.float().mean()), "most_change": float(moved.max()),
+            "mean_taken": float(torch.stack(taken).float().mean()),
+            "ended_in_last_launch": float(torch.stack(last).float().mean()),
         }  # fmt: skip
 
 
@@ -309,14 +341,16 @@ def measure(
     replays: int,
     variants: tuple[dict[str, int], ...] = (),
     microbatch: int = 128,
+    turn: float = NEAR,
 ) -> dict[str, Any]:
     """Check and time one case."""
     torch.manual_seed(context + len(parts))
     shape = Shape(context=context, batch=len(parts), budget=CAP_UNITS * UNIT // 4)
     layers = min(rotation(shape), 8)
-    case = MassCase(shape, parts, layers, microbatch)
+    case = MassCase(shape, parts, layers, microbatch, turn)
     row: dict[str, Any] = {
         "case": name, "context": context, "batch": len(parts), "microbatch": microbatch,
+        "turn": turn,
     }  # fmt: skip
     row |= case.check()
     for layer in case.layers:
@@ -328,16 +362,18 @@ def measure(
     }  # fmt: skip
     row["expected"] = case.surprises()
     attends = [partial(case.attend, layer) for layer in case.layers]
-    fixed_attends, fixed_steps = case.fixed()
     rank = timed([partial(case.rank, layer) for layer in case.layers], replays)
-    attend, fixed = timed(attends, replays), timed(fixed_attends, replays)
+    attend = timed(attends, replays)
     step = timed([partial(case.step, layer) for layer in case.layers], replays)
-    fixed_whole = timed(fixed_steps, replays)
+    again = timed(attends[: len(attends) // 2], replays)
+    row["fixed_us"], fixed_whole = case.time_fixed(replays)
+    fixed = min(row["fixed_us"].values())
     row["us"] = {
-        "rank": rank, "attend": attend, "step": step,
+        "rank": rank, "attend": attend, "attend_same_query": again, "step": step,
         "fixed_attend": fixed, "fixed_step": fixed_whole,
     }  # fmt: skip
     row["attend_over_fixed"] = attend / fixed
+    row["same_query_over_fixed"] = again / fixed
     row["rank_and_attend_over_fixed"] = (rank + attend) / fixed
     row["step_over_fixed"] = step / fixed_whole
     row["launches"] = launches(attends)
@@ -390,13 +426,18 @@ def main() -> None:
             for batch in (1, 16)
             for part in PARTS
         ]
+        cases += [
+            (context, parts, what + FAR_APART)
+            for context, parts, what in cases
+            if len(parts) == 16 and parts[1:] != [PARTS[2]] * 15
+        ]
     for context, parts, what in cases:
         name = f"{context // 1024}K, {what}"
         if args.only not in name:
             continue
         row = measure(
             context, parts, name, dense=not args.quick, replays=replays,
-            variants=SWEEP if args.sweep else (),
+            variants=SWEEP if args.sweep else (), turn=FAR if what.endswith(FAR_APART) else NEAR,
         )  # fmt: skip
         report["rows"].append(row)
         report["seconds"] = time.monotonic() - begin

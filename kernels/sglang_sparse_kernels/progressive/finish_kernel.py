@@ -276,7 +276,7 @@ def progressive_finish_kernel(
         p_lse, p_least, p_rest = lse + base * G, least + base * G, rest_bounds
         if UPPER:
             p_rest += i_rh.to(tl.int64) * (G * steps)
-        stop, guess, missing, b_top, b_sum = _look(
+        stop, _guess, missing, b_top, b_sum = _look(
             p_lse, p_least, p_rest, slack, there, parts, items, units, listed, forced, steps,
             G, BS, BI, STEP, UPPER, MEAN,
         )  # fmt: skip
