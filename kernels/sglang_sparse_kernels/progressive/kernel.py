@@ -6,11 +6,11 @@
 Where a row stops is known only when it has been attended to so far, but it is much where it stopped
 in its last step. So a first launch attends to as many microbatches as were taken then, of all rows
 and KV heads together, in equal shares for the programs that run at once: no program waits for a
-number of another's. A second one finds the exact stop, or guesses it where it lies further on, and
-merges what lies before it. A third attends to what is missing up to the guesses, again in equal
-shares, and a last one ends those rows, if need be by attending further on its own; where everything
-stopped as expected, these two return at once. A microbatch comes to the same whoever attends to it,
-and those after the stop are left out, so what was expected decides the time alone.
+number of another's. A second one finds the exact stop, and merges what lies before it, or finds
+where a row stops at the latest. A third attends up to there, again in equal shares, and the second
+one runs again for those rows; where everything stopped as expected, these two return at once. A
+microbatch comes to the same whoever attends to it, and those after the stop are left out, so what
+was expected decides the time alone.
 """
 
 import torch
@@ -18,23 +18,28 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
+from ..device import multiprocessors, programs_to_fill
 from ..plan import DecodePlan
-from .finish_kernel import progressive_finish_kernel, progressive_look_kernel
-from .types import MAX_PARTS, ProgressiveWorkspace, num_programs
+from .finish_kernel import progressive_finish_kernel
+from .types import MAX_PARTS, ProgressiveWorkspace
 from .work_kernel import attend_shares, cuts, work
 
-# All launches take as many warps and the same tile: sums over a tile must round alike.
+# Both launches that attend take as many warps and the same tile: sums over it must round alike.
 WARPS = 4
 TILE = 128
 STAGES = 2
-LAST_STAGES = 3
+# Programs that attend, a multiprocessor, and registers a thread with which they run at once.
+CTAS_PER_SM = 3
+REGISTERS = 168
 # The part of the last step's microbatches that programs which would idle may add.
 SPARE = 4
-# A guess is at most so many times what was attended to, of at least FEW microbatches.
-GROWTH, FEW = 4, 8
-# Microbatches that a row's last program attends to between two looks, at first.
-CHUNK = 4
-MERGE_ENTRIES = 64
+# Numbers that a program merges at once, and the channels of them where programs are few.
+MERGED, CHANNELS = 8192, 32
+
+
+def num_programs(device: torch.device) -> int:
+    """Programs that share the work of all rows."""
+    return programs_to_fill(device, CTAS_PER_SM)
 
 
 @triton.jit
@@ -202,36 +207,39 @@ def progressive_decode_attention_triton(
         "PARTS": MAX_PARTS,
         "num_warps": WARPS,
     }
-    attention = {
+    shares = cut | {
         "BG": max(16, next_power_of_2(group)),
+        "BR": next_power_of_2(rows * heads),
         "PAGE": page_size,
         "HAS_CAP": logit_cap > 0,
+        "STAGES": STAGES,
+        "maxnreg": REGISTERS,
     }
-    shares = cut | attention | {"BR": next_power_of_2(rows * heads), "STAGES": STAGES}
+    few = rows * heads <= multiprocessors(q.device)
+    channels = min(CHANNELS if few else dim, dim)
+    group_tile = next_power_of_2(group)
     stop = cut | {
-        "BS": next_power_of_2(group),
+        "BS": group_tile,
         "BI": next_power_of_2(MAX_PARTS + -(-capacity * unit // microbatch)),
-        "BM": MERGE_ENTRIES // next_power_of_2(group),
+        "BM": MERGED // (group_tile * channels),
+        "BD": channels,
         "UPPER": rest_bounds is not None,
         "MEAN": share == "mean",
     }
-    expectation = (expected, expected_rows)
-    asked = (epsilons, rest_bounds)
     programs = num_programs(q.device)
+    ends = (rows * heads, dim // channels)
+    expectation = (expected, expected_rows)
+    ended = (
+        *lengths, ranked, reached, *expectation, epsilons, rest_bounds, *found, workspace.until,
+        out, counters, capacity, pieces, steps, sink, recent,
+    )  # fmt: skip
     progressive_attend_kernel[(programs,)](
         *kv, *lengths, indices, ranked, *expectation, *found, *sizes, rows * heads, *factors,
         SPARE=SPARE, **shares,
     )  # fmt: skip
-    progressive_look_kernel[(rows * heads,)](
-        *lengths, ranked, reached, *expectation, *asked, *found, workspace.until, out, counters,
-        capacity, pieces, steps, sink, recent, GROWTH=GROWTH, FEW=FEW, **stop,
-    )  # fmt: skip
+    progressive_finish_kernel[ends](*ended, AGAIN=False, **stop)
     progressive_extend_kernel[(programs,)](
         *kv, *lengths, indices, ranked, *found, workspace.until, *sizes, rows * heads, *factors,
         **shares,
     )  # fmt: skip
-    progressive_finish_kernel[(rows * heads,)](
-        *kv, *lengths, indices, ranked, reached, *expectation, *asked, *found, workspace.until,
-        out, counters, *sizes, steps, *factors, CHUNK=CHUNK, STAGES=LAST_STAGES, **attention,
-        **stop,
-    )  # fmt: skip
+    progressive_finish_kernel[ends](*ended, AGAIN=True, **stop)

@@ -5,8 +5,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..device import programs_to_fill
-
 MICROBATCHES = (16, 32, 64, 128)
 """Tokens that may be attended to between two looks at the share."""
 
@@ -18,15 +16,8 @@ COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 attended to, units there were, the estimated share, and lists that ended before their share was
 reached."""
 
-# Programs that attend, a multiprocessor: all run at once.
-CTAS_PER_SM = 2
 MAX_PARTS = 32
 """Parts that what a row attends to in any case is cut into at most; a dense row's is long."""
-
-
-def num_programs(device: torch.device) -> int:
-    """Programs that share the work of all rows."""
-    return programs_to_fill(device, CTAS_PER_SM)
 
 
 def num_items(capacity_units: int, unit: int, microbatch: int) -> int:

@@ -138,7 +138,11 @@ def attend_tiles(
     p_table = page_table + i_r.to(tl.int64) * stride_table
     p_list = indices + i_l * capacity
     base = i_rh.to(tl.int64) * pieces
-    b_acc = tl.zeros((BG, D), tl.float32)
+    # Two halves, so that what is written at once leaves room for a third program.
+    HALF: tl.constexpr = D // 2
+    o_h = tl.arange(0, HALF)
+    b_left = tl.zeros((BG, HALF), tl.float32)
+    b_right = tl.zeros((BG, HALF), tl.float32)
     b_max = tl.full((BG,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BG,), tl.float32)
     b_low = tl.full((BG,), float("inf"), tl.float32)
@@ -179,10 +183,15 @@ def attend_tiles(
         m_block = (tl.arange(0, BN // UNIT) < n_blocks) & (tile >= front)
         b_least = tl.min(tl.where(m_block[None, :], b_block, float("inf")), 1)
         b_low = tl.minimum(tl.where(goes_on, b_low, float("inf")), b_least)
-        # [BN, D]
-        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
-        b_acc = tl.where(goes_on, b_acc * b_alpha[:, None], 0.0)
-        b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc)
+        # [BN, HALF]
+        p_v = v_buffer + o_kv[:, None] + o_h[None, :]
+        b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
+        b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
+        b_weight = cast(b_p, b_v.dtype)
+        b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
+        b_left = dot(b_weight, b_v, b_left)
+        b_right = tl.where(goes_on, b_right * b_alpha[:, None], 0.0)
+        b_right = dot(b_weight, b_w, b_right)
 
         piece = tl.where(tile < front, tile // part, parts + (tile - front) // TILES)
         m_o = m_g & (next_piece(tile + 1, front, part, tiles, TILES) == tile + 1)
@@ -191,8 +200,9 @@ def attend_tiles(
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
         # NaN stays NaN, so that nobody counts on it.
         b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
-        b_o = b_acc / b_some[:, None]
-        tl.store(partial + o_o[:, None] * D + o_d[None, :], b_o, mask=m_o[:, None])
+        p_o = partial + o_o[:, None] * D + o_h[None, :]
+        tl.store(p_o, b_left / b_some[:, None], mask=m_o[:, None])
+        tl.store(p_o + HALF, b_right / b_some[:, None], mask=m_o[:, None])
         tl.store(lse + o_o, b_lse, mask=m_o)
         tl.store(least + o_o, b_low, mask=m_o)
 
