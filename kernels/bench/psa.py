@@ -56,7 +56,11 @@ FAR_APART = ", steps far apart"
 # Splits of the fixed budget's kernel that are tried beside its own, for 16 requests and for one.
 SPLITS = {16: (4, 6, 8, 10), 1: (16, 48, 64)}
 # Settings of the attention's module.
-SWEEP: tuple[dict[str, int], ...] = ({"SPARE": 1000}, {"SPARE": 2}, {"GROWTH": 2})
+SWEEP: tuple[dict[str, int], ...] = (
+    {"CTAS_PER_SM": 2, "REGISTERS": 255},
+    {"SPARE": 1000},
+    {"CHANNELS": 128},
+)
 
 
 @dataclass(frozen=True)
@@ -307,7 +311,7 @@ class MassCase:
         tail = self.plan.seq_lens - self.plan.tail_start
         forced = forced_units(int(self.plan.tail_start[0]), UNIT, SINK, RECENT)
         parts = -(-(tail + forced * UNIT) // min(progressive_kernel.TILE, self.microbatch))
-        over, moved, taken, last = [], [], [], []
+        over, moved, taken, extended = [], [], [], []
         for _ in range(2):
             for layer in self.layers:
                 before = layer.expected.clone()
@@ -315,15 +319,15 @@ class MassCase:
                 over.append(self.workspace.there - parts[:, None] - layer.expected)
                 moved.append((layer.expected - before).abs())
                 taken.append(layer.expected.clone())
-                last.append(self.workspace.until - parts[:, None] < layer.expected)
+                extended.append(self.workspace.until - self.workspace.there)
         over, moved = torch.cat(over[len(over) // 2 :]), torch.cat(moved[len(moved) // 2 :])
         return {
-            "finished_in_second_launch": float((over < 0).float().mean()),
+            "fell_short": float((over < 0).float().mean()),
             "most_missing": float(-over.min()),
             "mean_too_many": float(over.clamp(min=0).float().mean()),
             "mean_change": float(moved.float().mean()), "most_change": float(moved.max()),
+            "mean_attended_to_later": float(torch.stack(extended).float().mean()),
             "mean_taken": float(torch.stack(taken).float().mean()),
-            "ended_in_last_launch": float(torch.stack(last).float().mean()),
         }  # fmt: skip
 
 

@@ -148,12 +148,12 @@ def progressive_finish_kernel(
             # [BM, BS, BD]
             b_acc = tl.zeros((BM, BS, BD), tl.float32)
             for i_m in tl.range(0, stop, BM):
-                o_w = (i_m + o_m)[:, None] * G + o_s[None, :]
-                m_w = (i_m + o_m < stop)[:, None] & m_s[None, :]
-                b_l = tl.load(p_lse + o_w, mask=m_w, other=float("-inf"))
-                p_o = partial + base * (G * D) + o_w[:, :, None] * D + o_d[None, None, :]
-                b_o = tl.load(p_o, mask=m_w[:, :, None], other=0.0)
-                b_acc += b_o * _power(b_l, b_top[None, :])[:, :, None]
+                o_p = (i_m + o_m)[:, None] * G + o_s[None, :]
+                m_p = (i_m + o_m < stop)[:, None] & m_s[None, :]
+                b_x = tl.load(p_lse + o_p, mask=m_p, other=float("-inf"))
+                p_o = partial + base * (G * D) + o_p[:, :, None] * D + o_d[None, None, :]
+                b_o = tl.load(p_o, mask=m_p[:, :, None], other=0.0)
+                b_acc += b_o * _power(b_x, b_top[None, :])[:, :, None]
             b_all = tl.sum(tl.where(at[:, None], b_sum, 0.0), 0)
             p_out = out + (i_rh.to(tl.int64) * G + o_s)[:, None] * D + o_d[None, :]
             b_out = cast(tl.sum(b_acc, 0) / b_all[:, None], out.dtype.element_ty)

@@ -34,7 +34,7 @@ REGISTERS = 168
 # The part of the last step's microbatches that programs which would idle may add.
 SPARE = 4
 # Numbers that a program merges at once, and the channels of them where programs are few.
-MERGED, CHANNELS = 8192, 32
+MERGED, CHANNELS = 4096, 32
 
 
 def num_programs(device: torch.device) -> int:
