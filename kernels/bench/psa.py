@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progressive attention beside attention over a fixed budget and FlashInfer's dense one.
 
-``python kernels/bench/psa.py --out psa.json [--quick]``
+``python kernels/bench/psa.py --out psa.json [--quick] [--sweep] [--only WORDS]``
 
 Keys are heavy-tailed: 95 % of each query head's attention mass lies in a given part of the blocks.
-Every case is checked against the reference, and for equal results in repeated runs, before it is
-timed.
+Every case is checked against the reference, and for equal results in repeated runs whatever is
+expected of a row, before it is timed. What is timed is two steps in turn, of queries that differ
+as those of successive tokens do: each step expects what the other one took, never its own.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from cases import RECENT, SINK, LayerData, Shape
 from run import commit, dense_calls, rotation, versions
-from timing import copy_bandwidth, time_calls
+from timing import copy_bandwidth, launches, time_calls
 
 from sglang_sparse_kernels import (
     COUNTERS,
@@ -39,7 +40,9 @@ from sglang_sparse_kernels import (
     select_topk,
     update_planes,
 )
-from sglang_sparse_kernels.progressive import types as progressive_types
+from sglang_sparse_kernels.attend import kernel as attend_kernel
+from sglang_sparse_kernels.progressive import kernel as progressive_kernel
+from sglang_sparse_kernels.progressive.reference import forced_units
 
 UNIT = 32
 CAP_UNITS = 512
@@ -47,26 +50,43 @@ EPSILON = 0.95
 PARTS = (0.02, 0.05, 0.10)
 LONG, SHORT = 0.10, 0.01
 REPEATS = 10
-# (programs a multiprocessor, programs for each that is resident, microbatch)
-SWEEP = ((2, 2, 128), (2, 1, 128), (2, 4, 128), (3, 2, 64))
+# How far a step's query is turned from what two successive ones have in common: NOTES.md says why.
+NEAR, FAR = 0.05, 0.229
+FAR_APART = ", steps far apart"
+# Splits of the fixed budget's kernel that are tried beside its own, for 16 requests and for one.
+SPLITS = {16: (4, 6, 8, 10), 1: (16, 48, 64)}
+# Settings of the attention's module.
+SWEEP: tuple[dict[str, int], ...] = (
+    {"CTAS_PER_SM": 2, "REGISTERS": 255},
+    {"SPARE": 1000},
+    {"CHANNELS": 128},
+)
 
 
 @dataclass(frozen=True)
 class MassLayer(LayerData):
-    """One layer's data, its scores, and what is ranked and reached by them."""
+    """One step of one layer: its data, its scores, and what is ranked and reached by them."""
 
     scores: torch.Tensor
     picked: torch.Tensor
     indices: torch.Tensor
     ranked: torch.Tensor
     reached: torch.Tensor
+    expected: torch.Tensor
 
 
 class MassCase:
     """A batch of random data; in row r, ``parts[r]`` of the blocks hold 95 % of the mass."""
 
-    def __init__(self, shape: Shape, parts: list[float], layers: int, microbatch: int) -> None:
-        self.shape, self.parts, self.microbatch = shape, parts, microbatch
+    def __init__(
+        self,
+        shape: Shape,
+        parts: list[float],
+        layers: int,
+        microbatch: int,
+        turn: float = NEAR,
+    ) -> None:
+        self.shape, self.parts, self.microbatch, self.turn = shape, parts, microbatch, turn
         self.device = torch.device("cuda")
         rows, size = shape.batch, shape.page_size
         row_pages = -(-shape.context // size)
@@ -88,7 +108,8 @@ class MassCase:
         own = torch.arange(rows, dtype=torch.int32, device="cuda")
         self.own_plan = replace(self.plan, list_rows=own)
         self.slots = slots.flatten(1)
-        self.layers = [self._random_layer() for _ in range(layers)]
+        pairs = [self._random_layer() for _ in range(layers)]
+        self.layers = [pair[step] for step in (0, 1) for pair in pairs]
         units = -(-shape.context // UNIT)
         self.picked_counts = torch.zeros((rows, shape.heads), dtype=torch.int32, device="cuda")
         self.epsilons = torch.full((rows,), EPSILON, device="cuda")
@@ -100,7 +121,15 @@ class MassCase:
         )
         self.fixed_workspace = make_workspace(rows, heads, shape.heads, shape.dim, "cuda")
 
-    def _random_layer(self) -> MassLayer:
+    def _query(self, direction: torch.Tensor) -> torch.Tensor:
+        """A step's query [rows, query heads, dim]: along the heavy keys, and turned elsewhere."""
+        s = self.shape
+        shape = (s.batch, s.heads, s.group, s.dim)
+        turn = torch.nn.functional.normalize(torch.randn(shape, device="cuda"), dim=-1) * self.turn
+        return (8 * (direction[:, :, None] + turn)).flatten(1, 2).to(s.dtype)
+
+    def _random_layer(self) -> tuple[MassLayer, MassLayer]:
+        """Two steps of a layer."""
         s = self.shape
         k = torch.zeros((s.pages * s.page_size, s.heads, s.dim), dtype=s.dtype, device="cuda")
         k.normal_(std=0.3)
@@ -108,8 +137,6 @@ class MassCase:
         direction = torch.nn.functional.normalize(
             torch.randn((s.batch, s.heads, s.dim), device="cuda"), dim=-1
         )
-        noise = torch.randn((s.batch, s.heads, s.group, s.dim), device="cuda") * 0.01
-        q = (8 * (direction[:, :, None] + noise)).flatten(1, 2).to(s.dtype)
         blocks = -(-s.context // UNIT)
         for row, part in enumerate(self.parts):
             heavy = max(1, round(part * blocks))
@@ -139,13 +166,20 @@ class MassCase:
         def lists(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device="cuda")
 
-        return MassLayer(
-            q=q, k=k, v=v, planes=planes, out=torch.empty_like(q),
-            scores=torch.zeros((s.batch, s.heads, units), device="cuda"),
-            picked=lists(s.batch, s.heads, CAP_UNITS),
-            indices=lists(s.batch + 1, s.heads, CAP_UNITS),
-            ranked=lists(s.batch + 1, s.heads), reached=lists(s.batch + 1, s.heads),
-        )  # fmt: skip
+        expected = lists(s.batch, s.heads)
+
+        def step() -> MassLayer:
+            q = self._query(direction)
+            return MassLayer(
+                q=q, k=k, v=v, planes=planes, out=torch.empty_like(q),
+                scores=torch.zeros((s.batch, s.heads, units), device="cuda"),
+                picked=lists(s.batch, s.heads, CAP_UNITS),
+                indices=lists(s.batch + 1, s.heads, CAP_UNITS),
+                ranked=lists(s.batch + 1, s.heads), reached=lists(s.batch + 1, s.heads),
+                expected=expected,
+            )  # fmt: skip
+
+        return step(), step()
 
     def score(self, layer: MassLayer) -> None:
         """Score blocks by their cuboid-mean."""
@@ -167,10 +201,10 @@ class MassCase:
         )  # fmt: skip
 
     def rank(self, layer: MassLayer, impl: str = "triton") -> None:
-        """Rank what was picked, and clear the workspace."""
+        """Rank what was picked."""
         rank_units(
             layer.scores, self.plan, layer.picked, unit=UNIT, sink=SINK, recent=RECENT,
-            out_indices=layer.indices, out_counts=layer.ranked, workspace=self.workspace, impl=impl,
+            out_indices=layer.indices, out_counts=layer.ranked, impl=impl,
         )  # fmt: skip
 
     def attend(self, layer: MassLayer, impl: str = "triton") -> None:
@@ -180,13 +214,9 @@ class MassCase:
             unit=UNIT, page_size=self.shape.page_size, sink=SINK, recent=RECENT,
             microbatch=self.microbatch, epsilons=self.epsilons, share="min",
             sm_scale=self.shape.dim**-0.5, out=layer.out, counters=self.counters,
+            expected=layer.expected, expected_rows=self.own_plan.list_rows,
             workspace=self.workspace, impl=impl,
         )  # fmt: skip
-
-    def rank_and_attend(self, layer: MassLayer) -> None:
-        """What one layer runs after the scores are there and the blocks are picked."""
-        self.rank(layer)
-        self.attend(layer)
 
     def step(self, layer: MassLayer) -> None:
         """The whole attention step of a layer."""
@@ -195,15 +225,22 @@ class MassCase:
         self.rank(layer)
         self.attend(layer)
 
-    def fixed(self) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
-        """Attention over the blocks that were reached, as a fixed budget: alone, and the step."""
+    def fixed(self, *, even: bool) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+        """Attention over as many blocks as were reached, as a fixed budget: alone, and the step.
+
+        Each KV head attends to as many as it reached, or, ``even``, to as many as its row's do in
+        the mean.
+        """
         most = max(int(layer.reached[1:].max()) for layer in self.layers)
         # The score kernel's block maxima, and room for fewer blocks.
         topk = replace(self.topk, blocks=self.topk.blocks[..., :most].contiguous())
 
         def calls(layer: MassLayer) -> tuple[Callable[[], None], Callable[[], None]]:
-            plan = replace(self.plan, k_units=layer.reached[1:].amax(1).contiguous())
             indices, counts = layer.indices[..., :most].contiguous(), layer.reached.clone()
+            if even:
+                mean = counts[1:].float().mean(1, keepdim=True).round().int()
+                counts[1:] = mean.expand(-1, counts.shape[1])
+            plan = replace(self.plan, k_units=counts[1:].amax(1).contiguous())
 
             def attend() -> None:
                 gathered_decode_attention(
@@ -225,11 +262,31 @@ class MassCase:
         attends, steps = zip(*map(calls, self.layers), strict=True)
         return list(attends), list(steps)
 
+    def time_fixed(self, replays: int) -> tuple[dict[str, float], float]:
+        """Microseconds of attention over a fixed budget by how it is split, and of its step."""
+        times = {}
+        for even in (True, False):
+            attends, steps = self.fixed(even=even)
+            name = "mean of the row" if even else "each head's own"
+            times[name] = timed(attends, replays)
+            if not even:
+                whole = timed(steps, replays)
+            own = attend_kernel.num_splits
+            for splits in SPLITS.get(self.shape.batch, ()):
+                try:
+                    attend_kernel.num_splits = lambda *_, splits=splits: splits
+                    times[f"{name}, {splits} splits"] = timed(attends, replays)
+                finally:
+                    attend_kernel.num_splits = own
+        return times, whole
+
     def check(self) -> dict[str, float]:
         """Errors against the reference, from poisoned buffers; raises AssertionError if wrong."""
         layer = self.layers[-1]
         first: tuple[torch.Tensor, torch.Tensor] | None = None
-        for _ in range(REPEATS):
+        for repeat in range(REPEATS):
+            if repeat:  # what is expected must change nothing
+                layer.expected.random_(-2, (1 + CAP_UNITS * UNIT // self.microbatch) // repeat)
             layer.indices.fill_(-1)
             layer.reached.fill_(-1)
             layer.out.fill_(float("nan"))
@@ -249,6 +306,30 @@ class MassCase:
         assert error < 2e-2, f"attention: relative error {error}"
         return {"error": error, "other_stops": float((differ > 0).float().mean())}
 
+    def surprises(self) -> dict[str, float]:
+        """How far what was expected lies from what was taken, in microbatches, over two steps."""
+        tail = self.plan.seq_lens - self.plan.tail_start
+        forced = forced_units(int(self.plan.tail_start[0]), UNIT, SINK, RECENT)
+        parts = -(-(tail + forced * UNIT) // min(progressive_kernel.TILE, self.microbatch))
+        over, moved, taken, extended = [], [], [], []
+        for _ in range(2):
+            for layer in self.layers:
+                before = layer.expected.clone()
+                self.attend(layer)
+                over.append(self.workspace.there - parts[:, None] - layer.expected)
+                moved.append((layer.expected - before).abs())
+                taken.append(layer.expected.clone())
+                extended.append(self.workspace.until - self.workspace.there)
+        over, moved = torch.cat(over[len(over) // 2 :]), torch.cat(moved[len(moved) // 2 :])
+        return {
+            "fell_short": float((over < 0).float().mean()),
+            "most_missing": float(-over.min()),
+            "mean_too_many": float(over.clamp(min=0).float().mean()),
+            "mean_change": float(moved.float().mean()), "most_change": float(moved.max()),
+            "mean_attended_to_later": float(torch.stack(extended).float().mean()),
+            "mean_taken": float(torch.stack(taken).float().mean()),
+        }  # fmt: skip
+
 
 def timed(calls: list[Callable[[], None]], replays: int) -> float:
     """Median microseconds of one call."""
@@ -256,15 +337,24 @@ def timed(calls: list[Callable[[], None]], replays: int) -> float:
 
 
 def measure(
-    context: int, parts: list[float], name: str, *, dense: bool, replays: int, microbatch: int = 128
+    context: int,
+    parts: list[float],
+    name: str,
+    *,
+    dense: bool,
+    replays: int,
+    variants: tuple[dict[str, int], ...] = (),
+    microbatch: int = 128,
+    turn: float = NEAR,
 ) -> dict[str, Any]:
     """Check and time one case."""
     torch.manual_seed(context + len(parts))
     shape = Shape(context=context, batch=len(parts), budget=CAP_UNITS * UNIT // 4)
     layers = min(rotation(shape), 8)
-    case = MassCase(shape, parts, layers, microbatch)
+    case = MassCase(shape, parts, layers, microbatch, turn)
     row: dict[str, Any] = {
         "case": name, "context": context, "batch": len(parts), "microbatch": microbatch,
+        "turn": turn,
     }  # fmt: skip
     row |= case.check()
     for layer in case.layers:
@@ -274,18 +364,24 @@ def measure(
         "mean": float(reached.mean()), "least": float(reached.min()), "most": float(reached.max()),
         "of": -(-context // UNIT),
     }  # fmt: skip
+    row["expected"] = case.surprises()
+    attends = [partial(case.attend, layer) for layer in case.layers]
     rank = timed([partial(case.rank, layer) for layer in case.layers], replays)
-    both = timed([partial(case.rank_and_attend, layer) for layer in case.layers], replays)
+    attend = timed(attends, replays)
     step = timed([partial(case.step, layer) for layer in case.layers], replays)
-    fixed_attends, fixed_steps = case.fixed()
-    fixed, fixed_whole = timed(fixed_attends, replays), timed(fixed_steps, replays)
+    again = timed(attends[: len(attends) // 2], replays)
+    row["fixed_us"], fixed_whole = case.time_fixed(replays)
+    fixed = min(row["fixed_us"].values())
     row["us"] = {
-        "rank": rank, "attend": both - rank, "rank_and_attend": both, "step": step,
+        "rank": rank, "attend": attend, "attend_same_query": again, "step": step,
         "fixed_attend": fixed, "fixed_step": fixed_whole,
     }  # fmt: skip
-    row["attend_over_fixed"] = (both - rank) / fixed
-    row["rank_and_attend_over_fixed"] = both / fixed
+    row["attend_over_fixed"] = attend / fixed
+    row["same_query_over_fixed"] = again / fixed
+    row["rank_and_attend_over_fixed"] = (rank + attend) / fixed
     row["step_over_fixed"] = step / fixed_whole
+    row["launches"] = launches(attends)
+    row["sweep"] = [sweep(case, variant, replays) for variant in variants]
     if dense:
         row["us"]["flashinfer_dense"] = timed(dense_calls(case), replays)
         row["dense_over_step"] = row["us"]["flashinfer_dense"] / step
@@ -293,21 +389,18 @@ def measure(
     return row
 
 
-def sweep(replays: int) -> list[dict[str, Any]]:
-    """Launch heuristics of the attention, at one request, at sixteen, and one long among short."""
-    rows = []
-    for context, parts in (
-        (131_072, [0.02]),
-        (131_072, [0.05] * 16),
-        (32_768, [LONG] + [SHORT] * 15),
-    ):
-        for ctas, over, microbatch in SWEEP:
-            progressive_types.CTAS_PER_SM, progressive_types.OVERSUBSCRIPTION = ctas, over
-            name = f"{ctas} programs a multiprocessor, {over} times"
-            rows.append(
-                measure(context, parts, name, dense=False, replays=replays, microbatch=microbatch)
-            )
-    return rows
+def sweep(case: MassCase, variant: dict[str, int], replays: int) -> dict[str, Any]:
+    """Time the attention with other settings of its module."""
+    settled = {name: getattr(progressive_kernel, name) for name in variant}
+    try:
+        for name, value in variant.items():
+            setattr(progressive_kernel, name, value)
+        calls = [partial(case.attend, layer) for layer in case.layers]
+        found = {"expected": case.surprises(), "us": timed(calls, replays)}
+        return variant | found | {"launches": launches(calls)}
+    finally:
+        for name, value in settled.items():
+            setattr(progressive_kernel, name, value)
 
 
 def main() -> None:
@@ -316,34 +409,44 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
     parser.add_argument("--quick", action="store_true", help="two small cases")
     parser.add_argument("--sweep", action="store_true", help="launch heuristics as well")
+    parser.add_argument("--only", default="", help="cases whose name holds this")
+    parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     args = parser.parse_args()
     begin, replays = time.monotonic(), 5 if args.quick else 15
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "commit": commit(), "versions": versions(),
+        "device": torch.cuda.get_device_name(), "commit": args.commit or commit(),
+        "versions": versions(),
         "copy_bytes_per_second": copy_bandwidth(), "epsilon": EPSILON, "unit": UNIT,
         "cap_units": CAP_UNITS, "rows": [],
     }  # fmt: skip
-    try:
-        mixed = [LONG] + [SHORT] * 15
-        if args.quick:
-            report["rows"].append(measure(8_192, [0.05] * 2, "even", dense=False, replays=replays))
-            report["rows"].append(measure(32_768, mixed, "one long", dense=False, replays=replays))
-            return
-        for context in (32_768, 131_072):
-            report["rows"].append(measure(context, mixed, "one long", dense=True, replays=replays))
-            for batch in (1, 16):
-                for part in PARTS:
-                    name = f"even, 95 % in {part:.0%}"
-                    parts = [part] * batch
-                    report["rows"].append(
-                        measure(context, parts, name, dense=True, replays=replays)
-                    )
-                    torch.cuda.empty_cache()
-        if args.sweep:
-            report["sweep"] = sweep(replays)
-    finally:
+    mixed = [LONG] + [SHORT] * 15
+    if args.quick:
+        cases = [(8_192, [0.05] * 2, "even"), (32_768, mixed, "one long")]
+    else:
+        cases = [(context, mixed, "one long among 15") for context in (32_768, 131_072)]
+        cases += [
+            (context, [part] * batch, f"{batch} even, 95 % in {part:.0%}")
+            for context in (32_768, 131_072)
+            for batch in (1, 16)
+            for part in PARTS
+        ]
+        cases += [
+            (context, parts, what + FAR_APART)
+            for context, parts, what in cases
+            if len(parts) == 16 and parts[1:] != [PARTS[2]] * 15
+        ]
+    for context, parts, what in cases:
+        name = f"{context // 1024}K, {what}"
+        if args.only not in name:
+            continue
+        row = measure(
+            context, parts, name, dense=not args.quick, replays=replays,
+            variants=SWEEP if args.sweep else (), turn=FAR if what.endswith(FAR_APART) else NEAR,
+        )  # fmt: skip
+        report["rows"].append(row)
         report["seconds"] = time.monotonic() - begin
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        args.out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
 # Partial results of one pass over the rows; longer batches take several passes.
 _WORKSPACE_BYTES = 256 << 20
+# Microbatches expected of request slots that no request has used yet.
+_EXPECTED_AT_FIRST = 8
 
 
 def most_rows(
@@ -57,6 +59,9 @@ class ProgressiveBuffers:
         rest: fp32 [rows_a_pass, kv_heads, group, looks], or None.
         counters: what each layer reached.
         epsilons: fp32 [request_slots], the share that each row of the batch is to reach.
+        expected: int32 [layers, request_slots, kv_heads], microbatches that each KV head took in
+            its last step, and so what the next one attends to at first. It decides time alone, so a
+            request may find there what the slot's former owner took.
     """
 
     def __init__(
@@ -91,6 +96,8 @@ class ProgressiveBuffers:
         self.counters = LayerCounters(COUNTERS, layers, device)
         self.own_rows = torch.arange(rows, dtype=torch.int32, device=device)
         self.epsilons = torch.full((request_slots,), budget.epsilon, device=device)
+        expected = (len(layers), request_slots, kv_heads)
+        self.expected = torch.full(expected, _EXPECTED_AT_FIRST, dtype=torch.int32, device=device)
 
     def plan(self, epsilons: torch.Tensor, slots: torch.Tensor) -> None:
         """Take the batch's shares from those of all requests.
@@ -112,6 +119,7 @@ class ProgressiveBuffers:
             self.picked_counts,
             self.ranked,
             self.epsilons,
+            self.expected,
             self.bounds,
             self.rest,
         )
@@ -128,6 +136,7 @@ class Progression:
         ranked: how many units each list ranks; kept across steps with ``indices``.
         page_min, page_max: key bounds of this layer for the estimator `upper_bound`, else None.
         counters: int64, this layer's row.
+        expected: int32 [request_slots, kv_heads], this layer's.
     """
 
     budget: MassBudget
@@ -140,6 +149,7 @@ class Progression:
     page_min: torch.Tensor | None
     page_max: torch.Tensor | None
     counters: torch.Tensor
+    expected: torch.Tensor
     unit: int
     sink: int
     recent: int
@@ -162,7 +172,7 @@ class Progression:
 
         Args:
             q: [rows, q_heads, head_dim].
-            rows: the batch's plan.
+            rows: the batch's plan, its ``list_rows`` naming request slots.
             lists: the same, its ``list_rows`` naming rows of ``indices``.
             buffers: scores of this layer, block maxima in the top-k workspace.
             out: [rows, q_heads, head_dim], written.
@@ -190,7 +200,6 @@ class Progression:
             picked,
             out_indices=self.indices,
             out_counts=self.ranked,
-            workspace=shared.workspace,
             impl=self.impl,
             **always,
         )
@@ -211,6 +220,8 @@ class Progression:
             logit_cap=logit_cap,
             out=out,
             counters=self.counters,
+            expected=self.expected,
+            expected_rows=rows.list_rows,
             workspace=shared.workspace,
             impl=self.impl,
             **always,
@@ -293,6 +304,7 @@ def compile_progression(
         page_min=planes.page_min[local] if upper and planes.page_min is not None else None,
         page_max=planes.page_max[local] if upper and planes.page_max is not None else None,
         counters=shared.counters.row(layer),
+        expected=shared.expected[position],
         unit=config.unit,
         sink=config.sink_tokens,
         recent=config.recent_tokens,

@@ -44,14 +44,13 @@ def rank_units(
     recent: int,
     out_indices: torch.Tensor,
     out_counts: torch.Tensor,
-    workspace: ProgressiveWorkspace | None = None,
     impl: Impl,
 ) -> None:
     """Put selected units in the order in which they are attended to (PSA section 3.2, line 6).
 
     Units that are always selected come first, ascending; the others follow by score, and of equal
     scores the lower index first. A NaN score counts as -inf. Rows with reselect 0 keep their
-    lists. Whoever reselects, "triton" clears ``workspace`` for the attention of this step.
+    lists.
 
     Args:
         scores: float32 [R, H, max_units] ("torch" also float64), contiguous, as ``select_topk``
@@ -65,11 +64,10 @@ def rank_units(
         out_indices: int32 [list rows, H, capacity], contiguous; row list_rows[r] is rewritten,
             entries past its count are undefined.
         out_counts: int32 [list rows, H], contiguous.
-        workspace: at least R rows. Needed by "triton".
         impl: "triton" or "torch".
 
     Raises:
-        ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.
+        ValueError: on an unknown ``impl``, a wrong dtype or shape.
     """
     check_choice("impl", impl, IMPLS)
     rows, heads, _ = scores.shape
@@ -96,8 +94,6 @@ def rank_units(
         return
     check_dtype("scores", scores, torch.float32)
     check_contiguous("scores", scores)
-    if workspace is None:
-        raise ValueError("impl='triton' needs a workspace")
     from .rank_kernel import rank_units_triton
 
     rank_units_triton(
@@ -109,7 +105,6 @@ def rank_units(
         recent=recent,
         out_indices=out_indices,
         out_counts=out_counts,
-        workspace=workspace.rows(rows),
     )
 
 
@@ -221,6 +216,8 @@ def progressive_decode_attention(
     logit_cap: float = 0.0,
     out: torch.Tensor,
     counters: torch.Tensor | None = None,
+    expected: torch.Tensor | None = None,
+    expected_rows: torch.Tensor | None = None,
     workspace: ProgressiveWorkspace | None = None,
     impl: Impl,
 ) -> None:
@@ -257,7 +254,11 @@ def progressive_decode_attention(
         logit_cap: logits become cap * tanh(logit / cap) if above 0.
         out: [R, H * G, D], q's dtype, contiguous; every entry is written.
         counters: int64 [len(COUNTERS)], contiguous; this step's numbers are added. None for none.
-        workspace: at least R rows, cleared by :func:`rank_units` of this step. Needed by "triton".
+        expected: int32 [request slots, H], contiguous: microbatches that each KV head took in its
+            last step, any numbers at first; rewritten. What is expected decides the time that
+            "triton" takes, nothing else; "torch" does without.
+        expected_rows: int32 [R], the row of ``expected`` of each row.
+        workspace: at least R rows. Needed by "triton".
         impl: "triton" or "torch".
 
     Raises:
@@ -323,8 +324,13 @@ def progressive_decode_attention(
         check_contiguous("rest_bounds", rest_bounds)
     if dim not in (64, 128) or group > 16:
         raise ValueError(f"head_dim={dim} must be 64 or 128, and {group} query heads at most 16")
-    if workspace is None:
-        raise ValueError("impl='triton' needs a workspace")
+    if workspace is None or expected is None or expected_rows is None:
+        raise ValueError("impl='triton' needs a workspace and what is expected of each row")
+    check_shape("expected", expected, (-1, heads))
+    check_shape("expected_rows", expected_rows, (rows,))
+    for name, words in {"expected": expected, "expected_rows": expected_rows}.items():
+        check_dtype(name, words, torch.int32)
+        check_contiguous(name, words)
     workspace = workspace.rows(rows)
     check_shape("workspace.partial", workspace.partial, (rows, heads, -1, group, dim))
     if workspace.lse.shape[2] < items:
@@ -351,5 +357,7 @@ def progressive_decode_attention(
         logit_cap=logit_cap,
         out=out,
         counters=counters,
+        expected=expected,
+        expected_rows=expected_rows,
         workspace=workspace,
     )

@@ -10,7 +10,6 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from .reference import BOUND_FLOOR, BOUND_MARGIN
-from .types import ProgressiveWorkspace
 
 RANK_WARPS = 4
 BOUNDS_TILE = 256
@@ -78,12 +77,8 @@ def rank_units_kernel(
     list_rows,
     out_indices,
     out_counts,
-    lse,
-    least,
-    tickets,
     width,
     capacity,
-    words,
     sink,
     recent,
     H: tl.constexpr,
@@ -93,13 +88,6 @@ def rank_units_kernel(
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     o_c = tl.arange(0, BC)
-    # Every step starts with a workspace in which no piece of work is done, whoever reselects.
-    tl.store(tickets + i_rh, 0)
-    b_nan = tl.full((BC,), float("nan"), tl.float32)
-    for i_w in tl.range(0, words, BC):
-        m_w = i_w + o_c < words
-        tl.store(lse + i_rh * words + i_w + o_c, b_nan, mask=m_w)
-        tl.store(least + i_rh * words + i_w + o_c, b_nan, mask=m_w)
     if tl.load(reselect + i_r) != 0:
         tokens = tl.load(tail_start + i_r)
         k = tl.minimum(tl.load(k_units + i_r), tl.minimum(tl.cdiv(tokens, UNIT), capacity))
@@ -275,7 +263,6 @@ def rank_units_triton(
     recent: int,
     out_indices: torch.Tensor,
     out_counts: torch.Tensor,
-    workspace: ProgressiveWorkspace,
 ) -> None:
     """Launch :func:`rank_units_kernel`, one program a row and KV head."""
     rows, heads, width = scores.shape
@@ -290,12 +277,8 @@ def rank_units_triton(
         plan.list_rows,
         out_indices,
         out_counts,
-        workspace.lse,
-        workspace.least,
-        workspace.tickets,
         width,
         capacity,
-        workspace.lse.shape[2] * workspace.lse.shape[3],
         sink,
         recent,
         H=heads,

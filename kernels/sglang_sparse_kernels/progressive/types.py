@@ -5,10 +5,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ..device import programs_to_fill
-
 MICROBATCHES = (16, 32, 64, 128)
-"""Tokens that may be attended to between two looks at the share: one tile of the kernel."""
+"""Tokens that may be attended to between two looks at the share."""
 
 MAX_RANKED_UNITS = 4096
 """Units that a list may rank: every one is compared with every other."""
@@ -18,22 +16,13 @@ COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 attended to, units there were, the estimated share, and lists that ended before their share was
 reached."""
 
-CTAS_PER_SM = 2
-# Programs that start when others are done find their row finished, or help a long one.
-OVERSUBSCRIPTION = 2
-MAX_SPLITS = 64
-
-
-def num_programs(rows: int, num_kv_heads: int, device: torch.device) -> tuple[int, int]:
-    """(programs of a row and KV head, those that run at once); fixed by the shapes."""
-    resident = programs_to_fill(device, CTAS_PER_SM) // (rows * num_kv_heads)
-    resident = max(1, min(resident, MAX_SPLITS))
-    return min(resident * OVERSUBSCRIPTION, MAX_SPLITS), resident
+MAX_PARTS = 32
+"""Parts that what a row attends to in any case is cut into at most; a dense row's is long."""
 
 
 def num_items(capacity_units: int, unit: int, microbatch: int) -> int:
     """Most pieces of work of one row and KV head: the prologue's parts, then microbatches."""
-    return MAX_SPLITS + -(-capacity_units * unit // microbatch)
+    return MAX_PARTS + -(-capacity_units * unit // microbatch)
 
 
 @dataclass(frozen=True)
@@ -42,15 +31,17 @@ class ProgressiveWorkspace:
 
     Attributes:
         partial: float32 [R, H, I, G, D], attention over one piece.
-        lse: float32 [R, H, I, G], its log2 of the sum of exponentials; NaN until it is there.
-        least: float32 [R, H, I, G], log2 of its smallest block mass; NaN until it is there.
-        tickets: int32 [R, H], the next microbatch that nobody has taken.
+        lse: float32 [R, H, I, G], its log2 of the sum of exponentials.
+        least: float32 [R, H, I, G], log2 of its smallest block mass.
+        there: int32 [R, H], pieces that were attended to as expected.
+        until: int32 [R, H], pieces up to which more is attended to; ``there`` if that is enough.
     """
 
     partial: torch.Tensor
     lse: torch.Tensor
     least: torch.Tensor
-    tickets: torch.Tensor
+    there: torch.Tensor
+    until: torch.Tensor
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -69,7 +60,7 @@ class ProgressiveWorkspace:
 
 def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, items: int) -> int:
     """Bytes of one row of :func:`make_progressive_workspace`."""
-    return 4 * (items * num_heads * (head_dim + 2) + num_kv_heads)
+    return 4 * (items * num_heads * (head_dim + 2) + 2 * num_kv_heads)
 
 
 def make_progressive_workspace(
@@ -92,12 +83,13 @@ def make_progressive_workspace(
     """
     shape = (max_rows, num_kv_heads, items, num_heads // num_kv_heads)
 
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     return ProgressiveWorkspace(
         partial=zeros(*shape, head_dim),
         lse=zeros(*shape),
         least=zeros(*shape),
-        tickets=torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device),
+        there=zeros(*shape[:2], dtype=torch.int32),
+        until=zeros(*shape[:2], dtype=torch.int32),
     )

@@ -19,9 +19,16 @@ from sglang_sparse_kernels import (
     remaining_bounds,
     select_topk,
 )
+from sglang_sparse_kernels.progressive import kernel
 
 SINK, RECENT = 4, 8
 POISON = 2**30
+
+
+@pytest.fixture(autouse=True)
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few parts of what is attended to in any case, so that dense rows' hold several tiles."""
+    monkeypatch.setattr(kernel, "MAX_PARTS", 3)
 
 
 @dataclass
@@ -91,8 +98,11 @@ def tail_mass(batch: Batch, row: int, logit_cap: float = 0.0) -> torch.Tensor:
     return logits[..., int(shorter[row]) :].exp().sum(-1)
 
 
-def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
-    """Select, rank, bound and attend; returns everything that was written."""
+def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: int = 1) -> dict:
+    """Select, rank, bound and attend; returns everything that was written.
+
+    ``expected`` is how many microbatches each row is thought to take.
+    """
     rows, dtype = len(batch.lengths), batch.q.dtype
     lists = (batch.list_rows, batch.heads)
     work = torch.float32 if impl == "triton" else torch.float64
@@ -106,13 +116,14 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
         "counters": torch.zeros(len(COUNTERS), dtype=torch.int64, device=DEVICE),
         "out": torch.full(batch.q.shape, NAN, dtype=dtype, device=DEVICE),
         "bounds": None,
+        "expected": torch.full((rows, batch.heads), expected, dtype=torch.int32, device=DEVICE),
     }
     heads = batch.heads * batch.group
     items = num_items(batch.capacity, batch.unit, ask.microbatch)
     workspace = make_progressive_workspace(rows + 1, heads, batch.heads, batch.dim, items, DEVICE)
     for tensor in (workspace.partial, workspace.lse, workspace.least):
         tensor.fill_(77.0)  # of the step before
-    workspace.tickets.fill_(5)
+    workspace.there.fill_(5)
     always = {"unit": batch.unit, "sink": SINK, "recent": RECENT}
     scores = scores.to(work)
     select_topk(  # its own tests hold its kernel to this
@@ -122,7 +133,7 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
     )  # fmt: skip
     rank_units(
         scores, batch.plan, picked, out_indices=got["indices"], out_counts=got["ranked"],
-        workspace=workspace, impl=impl, **always,
+        impl=impl, **always,
     )  # fmt: skip
     if ask.upper:
         page_planes = batch.make_planes(None, True)
@@ -144,7 +155,8 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str) -> dict:
         got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
         epsilons=ask.shares(rows), share=ask.share, rest_bounds=got["bounds"],
         sm_scale=batch.dim**-0.5, logit_cap=ask.logit_cap, out=got["out"],
-        counters=got["counters"], workspace=workspace, impl=impl, **always,
+        counters=got["counters"], expected=got["expected"], expected_rows=own,
+        workspace=workspace, impl=impl, **always,
     )  # fmt: skip
     return got
 
@@ -338,15 +350,30 @@ def test_a_share_of_one_equals_dense(impl: str, kind: str, upper: bool) -> None:
     assert_within_budget(got["out"], exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize(("programs", "resident"), [(2, 2), (7, 3)])
-def test_any_number_of_programs_gives_the_same_result(
-    programs: int, resident: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from sglang_sparse_kernels.progressive import kernel
-
-    monkeypatch.setattr(kernel, "num_programs", lambda *_: (programs, resident))
+def test_what_was_expected_and_who_attends_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = make_batch(([333, 90], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 32)
+    first = run(batch, scores, ask, "triton")
+    check(batch, scores, first, ask)
+    took = first["expected"]
+    for row in range(2):
+        forced = naive_order(batch, scores, row, 0)[1]
+        blocks = first["reached"][batch.plan.list_rows[row].long()] - forced
+        assert torch.equal(took[row], -(-blocks // 2).int())
+    most = int(took.max())
+    assert 1 < most < 10
+    # What is expected is all there is, falls just short, and falls far short.
+    for programs, expected in ((3, 2**30), (5, most - 1), (1, -5)):
+        monkeypatch.setattr(kernel, "num_programs", lambda _, programs=programs: programs)
+        again = run(batch, scores, ask, "triton", expected)
+        for name in ("out", "reached", "counters", "expected"):
+            assert torch.equal(again[name], first[name]), (name, programs, expected)
+
+
+def test_pieces_of_several_tiles_hold_what_one_tile_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "TILE", 16)
+    batch = make_batch(([200, 130], 32, 1, 2, 64, torch.bfloat16, 16, 1, 64, 64), dense_rows=(1,))
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 64)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
 
 
@@ -440,17 +467,19 @@ def test_a_captured_step_stops_where_the_numbers_of_the_replay_say() -> None:
     picked = got["indices"][slots].sort(-1).values.contiguous()
     always = {"unit": batch.unit, "sink": SINK, "recent": RECENT, "impl": "triton"}
     shares = ask.shares(rows)
+    own = torch.arange(rows, dtype=torch.int32, device=DEVICE)
 
     def step() -> None:
         rank_units(
             scores, batch.plan, picked, out_indices=got["indices"], out_counts=got["ranked"],
-            workspace=workspace, **always,
+            **always,
         )  # fmt: skip
         progressive_decode_attention(
             batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
             got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
             epsilons=shares, share=ask.share, sm_scale=batch.dim**-0.5, out=got["out"],
-            counters=got["counters"], workspace=workspace, **always,
+            counters=got["counters"], expected=got["expected"], expected_rows=own,
+            workspace=workspace, **always,
         )  # fmt: skip
 
     step()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""Where a row and KV head stops, where it does at the latest, and the merge up to the stop."""
+
+import triton
+import triton.language as tl
+
+from ..triton_ops import cast
+from .work_kernel import cuts, work
+
+
+@triton.jit
+def _smaller(b_a, b_b):
+    return tl.minimum(b_a, b_b)
+
+
+@triton.jit
+def _power(b_l, exponent):
+    """exp2(b_l - exponent) for a whole ``exponent``: another one scales it and changes no bit."""
+    b_whole = tl.floor(b_l)
+    b_fraction = tl.where(b_l == float("-inf"), 0.0, b_l - b_whole)
+    return tl.exp2(b_fraction) * tl.exp2(b_whole - exponent)
+
+
+@triton.jit
+def progressive_finish_kernel(
+    seq_lens,
+    tail_start,
+    k_units,
+    list_rows,
+    ranked,
+    reached,
+    expected,
+    expected_rows,
+    epsilons,
+    rest_bounds,
+    partial,
+    lse,
+    least,
+    there_words,
+    until_words,
+    out,
+    counters,
+    capacity,
+    pieces,
+    steps,
+    sink,
+    recent,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BS: tl.constexpr,
+    BI: tl.constexpr,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    UPPER: tl.constexpr,
+    MEAN: tl.constexpr,
+    AGAIN: tl.constexpr,
+):
+    """Estimate the missing share after each of the pieces that are there (PSA, algorithm 1).
+
+    A row that stopped is merged up to there. For one that did not, ``until_words`` says where it
+    stops at the latest, were nothing further on of any mass; AGAIN, they all have.
+    """
+    i_rh, i_d = tl.program_id(0), tl.program_id(1)
+    STEP: tl.constexpr = BN * TILES // UNIT
+    there = tl.load(there_words + i_rh)
+    stopped = False
+    if AGAIN:
+        until = tl.load(until_words + i_rh)
+        stopped = until <= there
+        there = until
+    if not stopped:
+        o_i, o_s = tl.arange(0, BI), tl.arange(0, BS)
+        base = i_rh.to(tl.int64) * pieces
+        p_lse = lse + base * G
+        o_w = o_i[:, None] * G + o_s[None, :]
+        # What is not there yet is of an earlier step; it is loaded while the rest is on its way.
+        m_w = (o_i < pieces)[:, None] & (o_s < G)[None, :]
+        # [BI, BS]
+        b_l = tl.load(p_lse + o_w, mask=m_w, other=float("-inf"))
+        b_low = tl.load(least + base * G + o_w, mask=m_w, other=float("inf"))
+        i_l, _tail, _tokens, prologue, total, units, listed, forced = work(
+            seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT
+        )
+        _front, _part, parts, microbatches, _tiles = cuts(prologue, total, BN, TILES, PARTS)
+        items = parts + microbatches
+        epsilon = tl.load(epsilons + i_rh // H)
+        # At 1 nothing may be left out, however small it looks.
+        slack = tl.where(epsilon < 1.0, 1.0 - epsilon, -1.0)
+        m_there = (o_i < there)[:, None]
+        b_l = tl.where(m_there, b_l, float("-inf"))
+        b_low = tl.associative_scan(tl.where(m_there, b_low, float("inf")), 0, _smaller)
+        # [BS]
+        b_top = tl.floor(tl.max(b_l, 0))
+        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
+        b_sum = tl.cumsum(_power(b_l, b_top[None, :]), 0)
+        looks = tl.maximum(o_i + 1 - parts, 0)
+        left = units - tl.minimum(forced + looks * STEP, listed)
+        if UPPER:
+            p_rest = rest_bounds + i_rh.to(tl.int64) * (G * steps)
+            p_rest += o_s[None, :] * steps + looks[:, None]
+            m_rest = (o_i < items)[:, None] & (o_s < G)[None, :]
+            b_rest = tl.load(p_rest, mask=m_rest, other=float("-inf"))
+            b_rest = _power(b_rest, b_top[None, :])
+        else:
+            b_rest = _power(b_low, b_top[None, :]) * left.to(tl.float32)[:, None]
+        b_part = b_rest / (b_sum + b_rest)
+        # Of infinite numbers nothing is known.
+        b_part = tl.where(b_part == b_part, b_part, 1.0)
+        b_part = tl.where((o_s < G)[None, :] & (left > 0)[:, None], b_part, 0.0)
+        # [BI]
+        b_missing = tl.sum(b_part, 1) / G if MEAN else tl.max(b_part, 1)
+        enough = (o_i >= parts) & (o_i < items) & (b_missing <= slack)
+        # A look at what is there depends on nothing after it; one further on sees no more mass.
+        stop = tl.minimum(tl.min(tl.where(enough, o_i + 1, BI + 1)), items)
+        if not AGAIN:
+            if i_d == 0:
+                # One more, lest sums that are rounded elsewhere should fall a little short there.
+                latest = tl.where(stop > there, tl.minimum(stop + 1, items), there)
+                tl.store(until_words + i_rh, latest)
+            stopped = stop > there
+        if not stopped:
+            at = o_i == stop - 1
+            if i_d == 0:
+                got = tl.minimum(forced + (stop - parts) * STEP, listed)
+                tl.store(reached + i_l, got)
+                i_e = tl.load(expected_rows + i_rh // H).to(tl.int64) * H + i_rh % H
+                tl.store(expected + i_e, stop - parts)
+                if counters is not None:
+                    missing = tl.sum(tl.where(at, b_missing, 0.0))
+                    missing = tl.where(got < units, missing, 0.0)
+                    reached_ppm = ((1.0 - missing) * 1000000.0 + 0.5).to(tl.int64)
+                    short = (missing > slack) & (got < units)
+                    if listed > 0:
+                        tl.atomic_add(counters + 0, tl.full((), 1, tl.int64))
+                        tl.atomic_add(counters + 1, got.to(tl.int64))
+                        tl.atomic_add(counters + 2, units.to(tl.int64))
+                        tl.atomic_add(counters + 3, reached_ppm)
+                        tl.atomic_add(counters + 4, short.to(tl.int64))
+            o_m, o_d = tl.arange(0, BM), i_d * BD + tl.arange(0, BD)
+            m_s = o_s < G
+            # [BM, BS, BD]
+            b_acc = tl.zeros((BM, BS, BD), tl.float32)
+            for i_m in tl.range(0, stop, BM):
+                o_p = (i_m + o_m)[:, None] * G + o_s[None, :]
+                m_p = (i_m + o_m < stop)[:, None] & m_s[None, :]
+                b_x = tl.load(p_lse + o_p, mask=m_p, other=float("-inf"))
+                p_o = partial + base * (G * D) + o_p[:, :, None] * D + o_d[None, None, :]
+                b_o = tl.load(p_o, mask=m_p[:, :, None], other=0.0)
+                b_acc += b_o * _power(b_x, b_top[None, :])[:, :, None]
+            b_all = tl.sum(tl.where(at[:, None], b_sum, 0.0), 0)
+            p_out = out + (i_rh.to(tl.int64) * G + o_s)[:, None] * D + o_d[None, :]
+            b_out = cast(tl.sum(b_acc, 0) / b_all[:, None], out.dtype.element_ty)
+            tl.store(p_out, b_out, mask=m_s[:, None])

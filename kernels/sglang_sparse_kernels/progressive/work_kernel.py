@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+# Triton kernels carry no Python types.
+# mypy: disable-error-code="no-untyped-def"
+"""What a row and KV head has to attend to, cut into tiles and pieces, and attention over those.
+
+Its tokens in the order tail, units that are always selected, ranked units are cut into tiles of BN.
+The first ``front`` tiles, attended to in any case, make up at most PARTS pieces; after them every
+TILES tiles, a microbatch, are one. Where tiles and pieces lie follows from the plan alone, and a
+piece is attended to by one program, so what it comes to does not depend on who attends to it.
+"""
+
+import triton
+import triton.language as tl
+
+from ..triton_ops import cast, dot
+from .rank_kernel import forced_range
+
+
+@triton.jit
+def work(
+    seq_lens,
+    tail_start,
+    k_units,
+    list_rows,
+    ranked,
+    i_rh,
+    capacity,
+    sink,
+    recent,
+    H: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Of a row and KV head, or of a vector of those: (list row, tail start, tokens of the tail,
+    tokens attended to in any case, all tokens, units of the domain, listed, forced)."""
+    i_r = i_rh // H
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    tail = tl.load(tail_start + i_r)
+    tail_tokens = tl.load(seq_lens + i_r) - tail
+    k = tl.minimum(tl.load(k_units + i_r), capacity)
+    units = tl.cdiv(tail, UNIT)
+    # A dense row's count is whatever its owner before left there.
+    listed = tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
+    _, _, forced = forced_range(tail, sink, recent, UNIT)
+    forced = tl.minimum(forced, listed)
+    prologue = tail_tokens + forced * UNIT
+    total = tail_tokens + listed * UNIT
+    return i_l, tail, tail_tokens, prologue, total, units, listed, forced
+
+
+@triton.jit
+def cuts(prologue, total, BN: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr):
+    """(tiles attended to in any case, tiles a part of those, parts, microbatches, all tiles)."""
+    front = tl.cdiv(prologue, BN)
+    part = tl.maximum(tl.cdiv(front, PARTS), 1)
+    ranked_tiles = tl.cdiv(total - prologue, BN)
+    return front, part, tl.cdiv(front, part), tl.cdiv(ranked_tiles, TILES), front + ranked_tiles
+
+
+@triton.jit
+def next_piece(tile, front, part, tiles, TILES: tl.constexpr):
+    """The first tile from ``tile`` on that begins a piece; ``tiles`` if there is none."""
+    in_front = tl.minimum(tl.cdiv(tile, part) * part, front)
+    after = tl.minimum(front + tl.cdiv(tile - front, TILES) * TILES, tiles)
+    return tl.where(tile < front, in_front, after)
+
+
+@triton.jit
+def _slots(
+    p_list,
+    p_table,
+    tile,
+    front,
+    tail,
+    tail_tokens,
+    prologue,
+    total,
+    BN: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """(KV rows, whether there is a token, how many tokens) of a tile; the former two [BN]."""
+    first = tl.where(tile < front, tile * BN, prologue + (tile - front) * BN)
+    last = tl.minimum(tl.where(tile < front, prologue, total), first + BN)
+    o_t = first + tl.arange(0, BN)
+    m_tail, m_n = o_t < tail_tokens, o_t < last
+    o_l = o_t - tail_tokens
+    b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
+    b_pos = tl.where(m_tail, tail + o_t, b_unit * UNIT + o_l % UNIT)
+    m_n &= m_tail | ((b_pos >= 0) & (b_pos < tail))
+    b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0)
+    return b_page * PAGE + b_pos % PAGE, m_n, last - first
+
+
+@triton.jit
+def attend_tiles(
+    q,
+    k_buffer,
+    v_buffer,
+    page_table,
+    indices,
+    partial,
+    lse,
+    least,
+    i_rh,
+    i_l,
+    tile_first,
+    tile_last,
+    tail,
+    tail_tokens,
+    prologue,
+    total,
+    stride_q,
+    stride_table,
+    capacity,
+    pieces,
+    scale_log2,
+    logit_cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BG: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to whole pieces, the tiles [tile_first, tile_last), and leave what each came to."""
+    i_r, i_h = i_rh // H, i_rh % H
+    front, part, parts, _, tiles = cuts(prologue, total, BN, TILES, PARTS)
+    o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
+    m_g = o_g < G
+    # [BG, D]
+    p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_q, mask=m_g[:, None], other=0.0)
+    p_table = page_table + i_r.to(tl.int64) * stride_table
+    p_list = indices + i_l * capacity
+    base = i_rh.to(tl.int64) * pieces
+    # Two halves, so that what is written at once leaves room for a third program.
+    HALF: tl.constexpr = D // 2
+    o_h = tl.arange(0, HALF)
+    b_left = tl.zeros((BG, HALF), tl.float32)
+    b_right = tl.zeros((BG, HALF), tl.float32)
+    b_max = tl.full((BG,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((BG,), tl.float32)
+    b_low = tl.full((BG,), float("inf"), tl.float32)
+    b_row, m_n, tokens = _slots(
+        p_list, p_table, tile_first, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
+    )
+    for tile in tl.range(tile_first, tile_last, num_stages=STAGES):
+        o_kv = (b_row.to(tl.int64) * H + i_h) * D
+        m_kv, n_blocks = m_n, tl.cdiv(tokens, UNIT)
+        # Where the next tile lies is looked up while this one is on its way.
+        b_row, m_n, tokens = _slots(
+            p_list, p_table, tile + 1, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
+        )
+        # [BN, D]
+        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        # [BG, BN], for exp2
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
+        if HAS_CAP:
+            b_s = scale_log2 * b_s / logit_cap
+            b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
+        else:
+            b_s *= scale_log2
+        b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
+        at = tl.where(tile < front, tile % part, (tile - front) % TILES)
+        goes_on = at > 0
+        b_before = tl.where(goes_on, b_max, float("-inf"))
+        b_max = tl.maximum(b_before, tl.max(b_s, 1))
+        # A tile whose rows are all masked must not turn -inf - -inf into NaN.
+        b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
+        b_p = tl.exp2(b_s - b_shift[:, None])
+        b_alpha = tl.exp2(b_before - b_shift)
+        b_sum = tl.where(goes_on, b_sum * b_alpha, 0.0) + tl.sum(b_p, 1)
+        # [BG, BN // UNIT]
+        b_block = b_p
+        if UNIT > 1:
+            b_block = tl.sum(tl.reshape(b_p, (BG, BN // UNIT, UNIT)), 2)
+        b_block = tl.where(b_block > 0, tl.log2(b_block), float("-inf")) + b_shift[:, None]
+        m_block = (tl.arange(0, BN // UNIT) < n_blocks) & (tile >= front)
+        b_least = tl.min(tl.where(m_block[None, :], b_block, float("inf")), 1)
+        b_low = tl.minimum(tl.where(goes_on, b_low, float("inf")), b_least)
+        # [BN, HALF]
+        p_v = v_buffer + o_kv[:, None] + o_h[None, :]
+        b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
+        b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
+        b_weight = cast(b_p, b_v.dtype)
+        b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
+        b_left = dot(b_weight, b_v, b_left)
+        b_right = tl.where(goes_on, b_right * b_alpha[:, None], 0.0)
+        b_right = dot(b_weight, b_w, b_right)
+
+        piece = tl.where(tile < front, tile // part, parts + (tile - front) // TILES)
+        m_o = m_g & (next_piece(tile + 1, front, part, tiles, TILES) == tile + 1)
+        o_o = (base + piece) * G + o_g
+        b_some = tl.where(b_sum > 0, b_sum, 1.0)
+        b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
+        # NaN stays NaN, so that nobody counts on it.
+        b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
+        p_o = partial + o_o[:, None] * D + o_h[None, :]
+        tl.store(p_o, b_left / b_some[:, None], mask=m_o[:, None])
+        tl.store(p_o + HALF, b_right / b_some[:, None], mask=m_o[:, None])
+        tl.store(lse + o_o, b_lse, mask=m_o)
+        tl.store(least + o_o, b_low, mask=m_o)
+
+
+@triton.jit
+def attend_shares(
+    b_amount,
+    there,
+    q,
+    k_buffer,
+    v_buffer,
+    page_table,
+    seq_lens,
+    tail_start,
+    k_units,
+    list_rows,
+    indices,
+    ranked,
+    partial,
+    lse,
+    least,
+    stride_q,
+    stride_table,
+    capacity,
+    pieces,
+    sink,
+    recent,
+    scale_log2,
+    logit_cap,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    BG: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BN: tl.constexpr,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Attend to this program's share of ``b_amount`` tiles [rows and KV heads], all of them in one
+    sequence. A row and KV head's begin after the ``there`` pieces, or at its first if that is None.
+    """
+    amount = tl.sum(b_amount)
+    share = tl.cdiv(amount, tl.num_programs(0))
+    at = tl.program_id(0) * share
+    end = tl.minimum(at + share, amount)
+    if at < end:
+        b_end = tl.cumsum(b_amount, 0)
+        while at < end:
+            i_rh = tl.sum((b_end <= at).to(tl.int32))
+            row_first = tl.max(tl.where(b_end <= at, b_end, 0))
+            until = tl.minimum(end, tl.min(tl.where(b_end > at, b_end, amount)))
+            i_l, tail, tail_tokens, prologue, total, _units, _listed, _forced = work(
+                seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H,
+                UNIT,
+            )  # fmt: skip
+            front, part, parts, _most, tiles = cuts(prologue, total, BN, TILES, PARTS)
+            if there is None:
+                begin = -row_first
+            else:
+                begin = front + (tl.load(there + i_rh) - parts) * TILES - row_first
+            attend_tiles(
+                q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,
+                next_piece(begin + at, front, part, tiles, TILES),
+                next_piece(begin + until, front, part, tiles, TILES),
+                tail, tail_tokens, prologue, total, stride_q, stride_table, capacity, pieces,
+                scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+            )  # fmt: skip
+            at = until
