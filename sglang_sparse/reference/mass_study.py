@@ -27,24 +27,30 @@ from sglang_sparse.reference.study import Study
 from sglang_sparse.tasks import TASKS, FileEncoder
 
 KEEP = 0.98
-BUDGETS = (96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 1536, 2048)
-EPSILONS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-CAP, MARGIN = 384, 6.0
+BUDGETS = (96, 112, 128, 144, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+EPSILONS = (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+CAP, MARGIN = 768, 6.0
 WATCHED = (0.9, 0.95)  # epsilons of which the share truly reached is measured
 CRITERIA = ("mixed", "each_task")
 
 
 def policies(
-    base: Policy, budgets: Sequence[int], epsilons: Sequence[float], cap: int, margin: float
+    base: Policy,
+    budgets: Sequence[int],
+    scored: Sequence[float],
+    observed: Sequence[float],
+    cap: int,
+    margin: float,
 ) -> dict[str, Policy]:
     """Dense, fixed budgets, and shares of the mass by either estimator, by name."""
     named = {"dense": Policy()}
     for budget in budgets:
         named[f"fixed {budget}"] = replace(base, budget=budget)
-    for epsilon in epsilons:
-        mass = replace(base, budget=cap, epsilon=epsilon)
-        named[f"mass {epsilon} scored"] = replace(mass, margin=margin)
-        named[f"mass {epsilon} observed_min"] = mass
+    for epsilon in scored:
+        mass = replace(base, budget=cap, epsilon=epsilon, margin=margin)
+        named[f"mass {epsilon} scored"] = mass
+    for epsilon in observed:
+        named[f"mass {epsilon} observed_min"] = replace(base, budget=cap, epsilon=epsilon)
     return named
 
 
@@ -80,54 +86,67 @@ class MassStudy:
             row["cells"] += [c for c in theirs["cells"] if (c["task"], c["length"]) not in have]
 
     def run(self, tasks: Sequence[str], lengths: Sequence[int], named: dict[str, Policy]) -> None:
-        """Measure the cells that are missing; a cell is a policy, a task and a length."""
-        rows = self.result["rows"]
+        """Measure the cells that are missing; a cell is a policy, a task and a length.
+
+        A policy answers all tasks of a length side by side.
+        """
+        rows, study = self.result["rows"], self.study
         for length in lengths:
-            for task in tasks:
-                missing = {
-                    name: policy
-                    for name, policy in named.items()
-                    if not any(
-                        (cell["task"], cell["length"]) == (task, length)
-                        for cell in rows.get(name, {"cells": []})["cells"]
-                    )
-                }
-                if not missing:
-                    continue
-                parts = self.study.prepare(task, length)
-                for name, policy in missing.items():
-                    cell = self._cell(policy, task, length, parts)
-                    row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
-                    row["cells"].append(cell)
-                    self.save()
-                self.study.say(task=task, length=length)
+            missing: dict[str, Policy] = {}
+            for name, policy in named.items():
+                row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
+                have = {cell["task"] for cell in row["cells"] if cell["length"] == length}
+                if not have.issuperset(tasks):
+                    missing[name] = policy
+                    row["cells"] = [c for c in row["cells"] if c["length"] != length]
+            if not missing:
+                continue
+            samples = [
+                sample
+                for task in tasks
+                for sample in study.suite.samples(task, length, study.count, study.seed)
+            ]
+            parts = study.prefilled(samples, length)
+            for name, policy in missing.items():
+                rows[name]["cells"] += self._cells(policy, tasks, length, parts)
+                self.save()
+                study.say(length=length, policy=name)
 
     def save(self) -> None:
         """Write what there is."""
         self.out.write_text(json.dumps(self.result) + "\n")
 
-    def _cell(self, policy: Policy, task: str, length: int, parts: list[Any]) -> dict[str, Any]:
-        watched = policy.epsilon in WATCHED
-        right, tokens, touched, shares = 0, [], [], []
-        for part in parts:
-            decoder = part[1]
-            decoder.shares = [] if watched else None
-            right += self.study.exact([part], policy)
-            tokens.append(decoder.tokens.tolist())
-            touched.append(decoder.touched.tolist())
-            shares += [share.flatten() for share in decoder.shares or []]
-        cell: dict[str, Any] = {
-            "task": task,
-            "length": length,
-            "exact": right / self.study.count,
-            "tokens_by_layer": [mean(column) for column in zip(*tokens, strict=True)],
-            "touched_by_layer": [mean(column) for column in zip(*touched, strict=True)],
-        }
-        if shares:
-            reached = torch.cat(shares)
-            cell["reached_epsilon"] = float((reached >= policy.epsilon).double().mean())
-            cell["least_share"] = float(reached.min())
-        return cell
+    def _cells(
+        self, policy: Policy, tasks: Sequence[str], length: int, parts: list[Any]
+    ) -> list[dict[str, Any]]:
+        right: dict[str, list[bool]] = {task: [] for task in tasks}
+        tokens: dict[str, list[torch.Tensor]] = {task: [] for task in tasks}
+        shares: dict[str, list[torch.Tensor]] = {task: [] for task in tasks}
+        for samples, decoder in parts:
+            decoder.shares = [] if policy.epsilon in WATCHED else None
+            marks = self.study.marks(samples, decoder, policy)
+            names = [sample.task for sample in samples]
+            for name, mark in zip(names, marks, strict=True):
+                right[name].append(mark)
+            for task in set(names):
+                chosen = torch.tensor([name == task for name in names])
+                tokens[task].append(decoder.row_tokens.cpu()[:, chosen])
+                if decoder.shares:
+                    shares[task].append(torch.stack(decoder.shares).cpu()[:, chosen].flatten())
+        cells = []
+        for task in tasks:
+            cell: dict[str, Any] = {
+                "task": task,
+                "length": length,
+                "exact": mean(right[task]),
+                "tokens_by_layer": torch.cat(tokens[task], 1).mean(1).tolist(),
+            }
+            if shares[task]:
+                reached = torch.cat(shares[task])
+                cell["reached_epsilon"] = float((reached >= policy.epsilon).double().mean())
+                cell["least_share"] = float(reached.min())
+            cells.append(cell)
+        return cells
 
     def conclude(self) -> dict[str, Any]:
         """The cheapest policy of each kind that keeps the accuracy, and how they compare.
@@ -213,12 +232,10 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for position, task in enumerate(tasks):
         cells = [cell for cell in rows[name]["cells"] if cell["task"] == task]
-        layers = [
-            mean(column) for column in zip(*(c["touched_by_layer"] for c in cells), strict=True)
-        ]
+        layers = [mean(c) for c in zip(*(c["tokens_by_layer"] for c in cells), strict=True)]
         at = [layer + 0.8 * (position / len(tasks) - 0.5) for layer in range(len(layers))]
-        axes.bar(at, [100 * part for part in layers], width=0.8 / len(tasks), label=task)
-    axes.set(xlabel="layer", ylabel="% of the KV touched", yscale="log", title=name)
+        axes.bar(at, layers, width=0.8 / len(tasks), label=task)
+    axes.set(xlabel="layer", ylabel="KV tokens touched by a head", yscale="log", title=name)
     axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(folder / "mass_layers.png", dpi=120)
@@ -237,26 +254,29 @@ def main() -> None:
     p.add_argument("--tasks", nargs="+", default=list(TASKS))
     p.add_argument("--score", choices=["page_mean", "page_minmax"], default="page_mean")
     p.add_argument("--page", type=int, default=16, help="tokens of a block")
-    p.add_argument("--sink", type=int, default=16)
-    p.add_argument("--recent", type=int, default=32)
+    p.add_argument("--sink", type=int, default=4)
+    p.add_argument("--recent", type=int, default=8)
     p.add_argument("--share", choices=["min", "mean"], default="mean")
     p.add_argument("--cap", type=int, default=CAP, help="most tokens of a share of the mass")
+    p.add_argument("--microbatch", type=int, default=32, help="tokens between two looks")
     p.add_argument("--margin", type=float, default=MARGIN, help="nats of the estimator scored")
-    p.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
-    p.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
+    p.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
+    p.add_argument("--scored", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
+    p.add_argument("--observed", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
     args = p.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     study = Study(model, FileEncoder(args.model), args.count, args.seed)
     base = Policy(
-        args.score, page=args.page, sink=args.sink, recent=args.recent, microbatch=args.page,
+        args.score, page=args.page, sink=args.sink, recent=args.recent,
+        microbatch=args.microbatch,
         share=args.share, dense_layers=1,
     )  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     mass = MassStudy(study, base, args.out)
     for path in args.join:
         mass.join(json.loads(path.read_text()))
-    named = policies(base, args.budgets, args.epsilons, args.cap, args.margin)
+    named = policies(base, args.budgets, args.scored, args.observed, args.cap, args.margin)
     mass.run(args.tasks, args.lengths, named)
     best = mass.conclude()
     mass.save()
