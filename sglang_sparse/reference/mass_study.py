@@ -23,7 +23,7 @@ import torch
 
 from sglang_sparse.reference.export import load
 from sglang_sparse.reference.policies import Policy
-from sglang_sparse.reference.study import Study
+from sglang_sparse.reference.study import Study, part_rows
 from sglang_sparse.tasks import TASKS, FileEncoder
 
 KEEP = 0.98
@@ -88,29 +88,33 @@ class MassStudy:
     def run(self, tasks: Sequence[str], lengths: Sequence[int], named: dict[str, Policy]) -> None:
         """Measure the cells that are missing; a cell is a policy, a task and a length.
 
-        A policy answers all tasks of a length side by side.
+        A policy answers several tasks side by side, as many as fit in one part.
         """
-        rows, study = self.result["rows"], self.study
         for length in lengths:
-            missing: dict[str, Policy] = {}
-            for name, policy in named.items():
-                row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
-                have = {cell["task"] for cell in row["cells"] if cell["length"] == length}
-                if not have.issuperset(tasks):
-                    missing[name] = policy
-                    row["cells"] = [c for c in row["cells"] if c["length"] != length]
-            if not missing:
-                continue
-            samples = [
-                sample
-                for task in tasks
-                for sample in study.suite.samples(task, length, study.count, study.seed)
-            ]
-            parts = study.prefilled(samples, length)
-            for name, policy in missing.items():
-                rows[name]["cells"] += self._cells(policy, tasks, length, parts)
-                self.save()
-                study.say(length=length, policy=name)
+            side = max(1, part_rows(length) // self.study.count)
+            for start in range(0, len(tasks), side):
+                self._measure(tasks[start : start + side], length, named)
+
+    def _measure(self, tasks: Sequence[str], length: int, named: dict[str, Policy]) -> None:
+        rows, study, missing = self.result["rows"], self.study, {}
+        for name, policy in named.items():
+            row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
+            have = [(cell["task"], cell["length"]) for cell in row["cells"]]
+            if absent := [task for task in tasks if (task, length) not in have]:
+                missing[name] = absent
+        if not missing:
+            return
+        samples = [
+            sample
+            for task in tasks
+            for sample in study.suite.samples(task, length, study.count, study.seed)
+        ]
+        parts = study.prefilled(samples, length)
+        for name, absent in missing.items():
+            cells = self._cells(named[name], tasks, length, parts)
+            rows[name]["cells"] += [cell for cell in cells if cell["task"] in absent]
+            self.save()
+        study.say(length=length, tasks=list(tasks))
 
     def save(self) -> None:
         """Write what there is."""

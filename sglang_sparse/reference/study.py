@@ -44,6 +44,11 @@ VARIANTS: tuple[tuple[Reduce, int], ...] = (
 )
 
 
+def part_rows(length: int) -> int:
+    """How many samples of ``length`` tokens are decoded side by side."""
+    return max(1, min(1024, 2**21 // length))
+
+
 class Study:
     """Runs cells (policy, task, length) and collects them as JSON-ready rows."""
 
@@ -68,7 +73,7 @@ class Study:
         self, samples: list[Sample], length: int, prefill: Attend | None = None
     ) -> list[tuple[list[Sample], Decoder]]:
         """The same of any samples of at most ``length`` tokens."""
-        rows = max(1, min(1024, 2**21 // length))
+        rows = part_rows(length)
         parts = []
         for start in range(0, len(samples), rows):
             part = samples[start : start + rows]
