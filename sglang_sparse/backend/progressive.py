@@ -88,7 +88,7 @@ class ProgressiveBuffers:
         )
         self.bounds: torch.Tensor | None = None
         self.rest: torch.Tensor | None = None
-        if budget.estimator == "upper_bound":
+        if budget.estimator != "observed_min":
             heads = (rows, kv_heads, query_heads // kv_heads)
             looks = -(-limits.capacity_units * unit // budget.microbatch) + 1
             self.bounds = torch.empty((*heads, limits.max_units), device=device)
@@ -134,7 +134,8 @@ class Progression:
         indices, reached: the lists this layer writes: units in the order of their rank, and how
             many were attended to. Layers that reuse the selection read them as any other list.
         ranked: how many units each list ranks; kept across steps with ``indices``.
-        page_min, page_max: key bounds of this layer for the estimator `upper_bound`, else None.
+        low, high: ends of this layer's pages that the estimator bounds what is left by; None for
+            `observed_min`.
         counters: int64, this layer's row.
         expected: int32 [request_slots, kv_heads], this layer's.
     """
@@ -146,8 +147,8 @@ class Progression:
     ranked: torch.Tensor
     k_buffer: torch.Tensor
     v_buffer: torch.Tensor
-    page_min: torch.Tensor | None
-    page_max: torch.Tensor | None
+    low: torch.Tensor | None
+    high: torch.Tensor | None
     counters: torch.Tensor
     expected: torch.Tensor
     unit: int
@@ -235,15 +236,15 @@ class Progression:
         scaling: float,
         logit_cap: float,
     ) -> torch.Tensor | None:
-        if self.page_min is None or self.page_max is None:
+        if self.low is None or self.high is None:
             return None
         assert self.shared.bounds is not None
         assert self.shared.rest is not None
         bounds, rest = self.shared.bounds[: len(q)], self.shared.rest[: len(q)]
         page_bounds(
             q,
-            self.page_min,
-            self.page_max,
+            self.low,
+            self.high,
             lists,
             unit=self.unit,
             page_size=self.page_size,
@@ -262,10 +263,24 @@ class Progression:
             microbatch=self.budget.microbatch,
             sm_scale=scaling,
             logit_cap=logit_cap,
+            lowered=self.budget.margin,
             out=rest,
             impl=self.impl,
         )
         return rest
+
+
+def _estimator_planes(
+    config: SparseConfig, pool: SparseMHATokenToKVPool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both ends of every layer's pages that the estimator reads; None where it reads none."""
+    assert isinstance(config.budget, MassBudget)
+    planes, estimator = pool.planes, config.budget.estimator
+    if estimator == "observed_min":
+        return None, None
+    if estimator == "scored" and config.score.kind == "page_mean":
+        return planes.page_mean_low, planes.page_mean_high
+    return planes.page_min, planes.page_max
 
 
 def compile_progression(
@@ -291,8 +306,7 @@ def compile_progression(
     assert isinstance(config.budget, MassBudget)
     position, local = layers.index(layer), layer - pool.start_layer
     indices, reached = buffers.lists_of(position)
-    upper = config.budget.estimator == "upper_bound"
-    planes = pool.planes
+    low, high = _estimator_planes(config, pool)
     return Progression(
         budget=config.budget,
         shared=shared,
@@ -301,8 +315,8 @@ def compile_progression(
         ranked=shared.ranked[position % len(shared.ranked)],
         k_buffer=pool.k_buffer[local],
         v_buffer=pool.v_buffer[local],
-        page_min=planes.page_min[local] if upper and planes.page_min is not None else None,
-        page_max=planes.page_max[local] if upper and planes.page_max is not None else None,
+        low=None if low is None else low[local],
+        high=None if high is None else high[local],
         counters=shared.counters.row(layer),
         expected=shared.expected[position],
         unit=config.unit,

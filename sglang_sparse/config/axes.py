@@ -372,10 +372,17 @@ class MassBudget(Choice):
     microbatch: Literal[16, 32, 64, 128] = Field(
         default=128, description="Tokens attended to between two looks at the share."
     )
-    estimator: Literal["observed_min", "upper_bound"] = Field(
+    estimator: Literal["observed_min", "upper_bound", "scored"] = Field(
         default="observed_min",
-        description="What the units that are left may hold: each the smallest mass seen so far, or "
-        "what its key bounds allow, which never makes the share too large.",
+        description="What the units that are left may hold: each the smallest mass seen so far; "
+        "what its key bounds allow, which never makes the share too large; or what each head's "
+        "score of it says, less `margin`.",
+    )
+    margin: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=100.0,
+        description="With estimator scored, the nats by which scores exceed what units hold.",
     )
     share: Literal["min", "mean"] = Field(
         default="min",

@@ -207,19 +207,27 @@ class SparseConfig(Choice):
                 allowed="score.pool group with budget mass",
                 remedy="set score.pool to group, or choose another budget",
             )
+        if budget.margin and budget.estimator != "scored":
+            raise InvalidConfig(
+                f"budget.margin {budget.margin} lowers scores, budget.estimator is "
+                f"{budget.estimator}",
+                allowed="budget.margin 0 unless budget.estimator is scored",
+                remedy="set budget.estimator to scored, or leave out budget.margin",
+            )
         if budget.estimator == "observed_min":
             return
         if self.score.kind not in ("page_minmax", "page_mean"):
             raise InvalidConfig(
-                f"budget.estimator upper_bound needs bounds of pages, score is {self.score.kind}",
-                allowed="budget.estimator upper_bound with score page_minmax or page_mean",
+                f"budget.estimator {budget.estimator} needs bounds of pages, score is "
+                f"{self.score.kind}",
+                allowed=f"budget.estimator {budget.estimator} with score page_minmax or page_mean",
                 remedy="set budget.estimator to observed_min",
             )
         if self.cadence.every > 1:
             raise InvalidConfig(
-                f"budget.estimator upper_bound bounds scored pages, cadence.every "
+                f"budget.estimator {budget.estimator} bounds scored pages, cadence.every "
                 f"{self.cadence.every} scores them at some steps alone",
-                allowed="cadence.every 1 with budget.estimator upper_bound",
+                allowed=f"cadence.every 1 with budget.estimator {budget.estimator}",
                 remedy="set cadence.every to 1, or budget.estimator to observed_min",
             )
 

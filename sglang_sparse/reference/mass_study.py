@@ -4,9 +4,10 @@
 ``python -m sglang_sparse.reference.mass_study --out mass.json [--plots folder]``
 
 Both rank the same blocks by the same scores; all tasks and lengths are mixed. As in PSA, section
-5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy. Cells that ``--out``
-holds already are not measured again, and ``--join`` adds those of other files, so that lengths may
-be measured side by side.
+5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy, once of their mean and
+once of every task on its own (its section 5.1 evaluates accuracy on each data set). Cells that
+``--out`` holds already are not measured again, and ``--join`` adds those of other files, so that
+lengths may be measured side by side.
 """
 
 from __future__ import annotations
@@ -22,26 +23,34 @@ import torch
 
 from sglang_sparse.reference.export import load
 from sglang_sparse.reference.policies import Policy
-from sglang_sparse.reference.study import Study
+from sglang_sparse.reference.study import Study, part_rows
 from sglang_sparse.tasks import TASKS, FileEncoder
 
 KEEP = 0.98
-BUDGETS = (96, 128, 160, 192, 224, 256, 320, 384, 512, 768, 1024, 1536, 2048)
-EPSILONS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
-NO_CAP = 1 << 16
-# Much lower than these a share is reached by the sinks alone.
-WATCHED = (0.9, 0.95)
+BUDGETS = (96, 112, 128, 144, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
+EPSILONS = (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
+CAP, MARGIN = 768, 6.0
+WATCHED = (0.9, 0.95)  # epsilons of which the share truly reached is measured
+CRITERIA = ("mixed", "each_task")
 
 
-def policies(base: Policy, budgets: Sequence[int], epsilons: Sequence[float]) -> dict[str, Policy]:
-    """Dense, fixed budgets and shares of the mass (of the smallest head and the mean), by name."""
+def policies(
+    base: Policy,
+    budgets: Sequence[int],
+    scored: Sequence[float],
+    observed: Sequence[float],
+    cap: int,
+    margin: float,
+) -> dict[str, Policy]:
+    """Dense, fixed budgets, and shares of the mass by either estimator, by name."""
     named = {"dense": Policy()}
     for budget in budgets:
         named[f"fixed {budget}"] = replace(base, budget=budget)
-    for epsilon in epsilons:
-        mass = replace(base, budget=NO_CAP, epsilon=epsilon)
-        named[f"mass {epsilon} min"] = mass
-        named[f"mass {epsilon} mean"] = replace(mass, share="mean")
+    for epsilon in scored:
+        mass = replace(base, budget=cap, epsilon=epsilon, margin=margin)
+        named[f"mass {epsilon} scored"] = mass
+    for epsilon in observed:
+        named[f"mass {epsilon} observed_min"] = replace(base, budget=cap, epsilon=epsilon)
     return named
 
 
@@ -77,78 +86,114 @@ class MassStudy:
             row["cells"] += [c for c in theirs["cells"] if (c["task"], c["length"]) not in have]
 
     def run(self, tasks: Sequence[str], lengths: Sequence[int], named: dict[str, Policy]) -> None:
-        """Measure the cells that are missing; a cell is a policy, a task and a length."""
-        rows = self.result["rows"]
+        """Measure the cells that are missing; a cell is a policy, a task and a length.
+
+        A policy answers several tasks side by side, as many as fit in one part.
+        """
         for length in lengths:
-            for task in tasks:
-                missing = {
-                    name: policy
-                    for name, policy in named.items()
-                    if not any(
-                        (cell["task"], cell["length"]) == (task, length)
-                        for cell in rows.get(name, {"cells": []})["cells"]
-                    )
-                }
-                if not missing:
-                    continue
-                parts = self.study.prepare(task, length)
-                for name, policy in missing.items():
-                    cell = self._cell(policy, task, length, parts)
-                    row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
-                    row["cells"].append(cell)
-                    self.save()
-                self.study.say(task=task, length=length)
+            side = max(1, part_rows(length) // self.study.count)
+            for start in range(0, len(tasks), side):
+                self._measure(tasks[start : start + side], length, named)
+
+    def _measure(self, tasks: Sequence[str], length: int, named: dict[str, Policy]) -> None:
+        rows, study, missing = self.result["rows"], self.study, {}
+        for name, policy in named.items():
+            row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
+            have = [(cell["task"], cell["length"]) for cell in row["cells"]]
+            if absent := [task for task in tasks if (task, length) not in have]:
+                missing[name] = absent
+        if not missing:
+            return
+        samples = [
+            sample
+            for task in tasks
+            for sample in study.suite.samples(task, length, study.count, study.seed)
+        ]
+        parts = study.prefilled(samples, length)
+        for name, absent in missing.items():
+            cells = self._cells(named[name], tasks, length, parts)
+            rows[name]["cells"] += [cell for cell in cells if cell["task"] in absent]
+            self.save()
+        study.say(length=length, tasks=list(tasks))
 
     def save(self) -> None:
         """Write what there is."""
         self.out.write_text(json.dumps(self.result) + "\n")
 
-    def _cell(self, policy: Policy, task: str, length: int, parts: list[Any]) -> dict[str, Any]:
-        watched = policy.epsilon in WATCHED and policy.share == "min"
-        right, tokens, touched, shares = 0, [], [], []
-        for part in parts:
-            decoder = part[1]
-            decoder.shares = [] if watched else None
-            right += self.study.exact([part], policy)
-            tokens.append(decoder.tokens[policy.dense_layers :].tolist())
-            touched.append(decoder.touched.tolist())
-            shares += [share.flatten() for share in decoder.shares or []]
-        cell: dict[str, Any] = {
-            "task": task,
-            "length": length,
-            "exact": right / self.study.count,
-            "tokens": mean(flat for part in tokens for flat in part),
-            "touched_by_layer": [mean(column) for column in zip(*touched, strict=True)],
-        }
-        if shares:
-            reached = torch.cat(shares)
-            cell["reached_epsilon"] = float((reached >= policy.epsilon).double().mean())
-            cell["least_share"] = float(reached.min())
-        return cell
+    def _cells(
+        self, policy: Policy, tasks: Sequence[str], length: int, parts: list[Any]
+    ) -> list[dict[str, Any]]:
+        right: dict[str, list[bool]] = {task: [] for task in tasks}
+        tokens: dict[str, list[torch.Tensor]] = {task: [] for task in tasks}
+        shares: dict[str, list[torch.Tensor]] = {task: [] for task in tasks}
+        for samples, decoder in parts:
+            decoder.shares = [] if policy.epsilon in WATCHED else None
+            marks = self.study.marks(samples, decoder, policy)
+            names = [sample.task for sample in samples]
+            for name, mark in zip(names, marks, strict=True):
+                right[name].append(mark)
+            for task in set(names):
+                chosen = torch.tensor([name == task for name in names])
+                tokens[task].append(decoder.row_tokens.cpu()[:, chosen])
+                if decoder.shares:
+                    shares[task].append(torch.stack(decoder.shares).cpu()[:, chosen].flatten())
+        cells = []
+        for task in tasks:
+            cell: dict[str, Any] = {
+                "task": task,
+                "length": length,
+                "exact": mean(right[task]),
+                "tokens_by_layer": torch.cat(tokens[task], 1).mean(1).tolist(),
+            }
+            if shares[task]:
+                reached = torch.cat(shares[task])
+                cell["reached_epsilon"] = float((reached >= policy.epsilon).double().mean())
+                cell["least_share"] = float(reached.min())
+            cells.append(cell)
+        return cells
 
     def conclude(self) -> dict[str, Any]:
-        """The cheapest policy of each kind that keeps the accuracy, and how they compare."""
-        rows = {
-            name: row
-            for name, row in self.result["rows"].items()
-            if len(row["cells"]) == len(self.result["rows"]["dense"]["cells"])
-        }
+        """The cheapest policy of each kind that keeps the accuracy, and how they compare.
+
+        Tokens are those of the layers that are sparse, or, ``over_all_layers``, of every layer.
+        """
+        whole = self.result["rows"]["dense"]["cells"]
+        rows = {n: r for n, r in self.result["rows"].items() if len(r["cells"]) == len(whole)}
+        first = self.result["base"]["dense_layers"]
         for row in rows.values():
-            row["exact"] = mean(cell["exact"] for cell in row["cells"])
-            row["tokens"] = mean(cell["tokens"] for cell in row["cells"])
-        enough = KEEP * rows["dense"]["exact"]
-        best: dict[str, Any] = {"dense_exact": rows["dense"]["exact"], "enough": enough}
-        for kind in ("fixed", "mass"):
-            fit = [
-                (row["tokens"], name)
-                for name, row in rows.items()
-                if name.startswith(kind) and row["exact"] >= enough
+            layers = [
+                mean(c) for c in zip(*(x["tokens_by_layer"] for x in row["cells"]), strict=True)
             ]
-            best[kind] = min(fit)[1] if fit else None
-        if best["fixed"] and best["mass"]:
-            best["times_less"] = rows[best["fixed"]]["tokens"] / rows[best["mass"]]["tokens"]
-        self.result["best"] = best
+            row["tokens"], row["tokens_over_all_layers"] = mean(layers[first:]), mean(layers)
+            tasks = sorted({cell["task"] for cell in row["cells"]})
+            row["exact_by_task"] = {
+                task: mean(c["exact"] for c in row["cells"] if c["task"] == task) for task in tasks
+            }
+            row["exact"] = mean(cell["exact"] for cell in row["cells"])
+            dense = rows["dense"]["exact_by_task"]
+            least = min(row["exact_by_task"][task] / dense[task] for task in tasks if dense[task])
+            row["kept"] = {"mixed": row["exact"] / rows["dense"]["exact"], "each_task": least}
+        self.result["best"] = {criterion: cheapest(rows, criterion) for criterion in CRITERIA}
+        best: dict[str, Any] = self.result["best"]
         return best
+
+
+def cheapest(rows: dict[str, Any], criterion: str) -> dict[str, Any]:
+    """The cheapest fixed budget and share of the mass that keep enough, by ``criterion``."""
+    best: dict[str, Any] = {}
+    for kind in ("fixed", "mass"):
+        fit = [
+            (row["tokens"], name)
+            for name, row in rows.items()
+            if name.startswith(kind) and row["kept"][criterion] >= KEEP
+        ]
+        best[kind] = min(fit)[1] if fit else None
+    if best["fixed"] and best["mass"]:
+        fixed, mass = rows[best["fixed"]], rows[best["mass"]]
+        best["times_less"] = fixed["tokens"] / mass["tokens"]
+        key = "tokens_over_all_layers"
+        best["times_less_over_all_layers"] = fixed[key] / mass[key]
+    return best
 
 
 def mean(values: Any) -> float:
@@ -165,34 +210,36 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     from matplotlib import pyplot as plt
 
     rows = result["rows"]
-    dense = rows["dense"]["exact"]
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    for start, end, label in (
-        ("fixed", "", "fixed budget"),
-        ("mass", "min", "share of the mass, smallest head"),
-        ("mass", "mean", "share of the mass, mean head"),
+    figure, both = plt.subplots(1, 2, figsize=(10, 4.5), sharex=True)
+    for axes, criterion, what in zip(
+        both, CRITERIA, ("all tasks mixed", "the task that keeps least"), strict=True
     ):
-        chosen = [r for n, r in rows.items() if n.startswith(start) and n.endswith(end)]
-        points = sorted((row["tokens"], row["exact"] / dense) for row in chosen)
-        axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.axhline(KEEP, color="grey", linestyle=":", label=f"{KEEP:.0%} of dense")
-    axes.set(xscale="log", xlabel="mean KV tokens touched by a sparse layer's head")
-    axes.set(ylabel="accuracy over dense, all tasks")
-    axes.legend()
+        for start, end, label in (
+            ("fixed", "", "fixed budget"),
+            ("mass", " scored", "share of the mass, scored"),
+            ("mass", " observed_min", "share of the mass, observed_min"),
+        ):
+            chosen = [r for n, r in rows.items() if n.startswith(start) and n.endswith(end)]
+            points = sorted((row["tokens"], row["kept"][criterion]) for row in chosen)
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        axes.axhline(KEEP, color="grey", linestyle=":", label=f"{KEEP:.0%} of dense")
+        axes.set(xlabel="mean KV tokens touched by a sparse layer's head", title=what)
+    both[0].set(ylabel="accuracy over dense")
+    both[0].legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(folder / "mass_accuracy.png", dpi=120)
 
-    name = result["best"]["mass"] or "mass 0.95 min"
+    name = result["best"]["each_task"]["mass"] or result["best"]["mixed"]["mass"]
+    if name is None:
+        return
     tasks = sorted({cell["task"] for cell in rows[name]["cells"]})
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for position, task in enumerate(tasks):
         cells = [cell for cell in rows[name]["cells"] if cell["task"] == task]
-        layers = [
-            mean(column) for column in zip(*(c["touched_by_layer"] for c in cells), strict=True)
-        ]
+        layers = [mean(c) for c in zip(*(c["tokens_by_layer"] for c in cells), strict=True)]
         at = [layer + 0.8 * (position / len(tasks) - 0.5) for layer in range(len(layers))]
-        axes.bar(at, [100 * part for part in layers], width=0.8 / len(tasks), label=task)
-    axes.set(xlabel="layer", ylabel="% of the KV touched", yscale="log", title=name)
+        axes.bar(at, layers, width=0.8 / len(tasks), label=task)
+    axes.set(xlabel="layer", ylabel="KV tokens touched by a head", yscale="log", title=name)
     axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(folder / "mass_layers.png", dpi=120)
@@ -207,27 +254,34 @@ def main() -> None:
     p.add_argument("--join", type=Path, nargs="+", default=[], help="results of other lengths")
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--lengths", type=int, nargs="+", default=[4096])
+    p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     p.add_argument("--tasks", nargs="+", default=list(TASKS))
     p.add_argument("--score", choices=["page_mean", "page_minmax"], default="page_mean")
-    p.add_argument("--page", type=int, default=32, help="tokens of a block")
-    p.add_argument("--sink", type=int, default=16)
-    p.add_argument("--recent", type=int, default=32)
-    p.add_argument("--budgets", type=int, nargs="+", default=list(BUDGETS))
-    p.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
+    p.add_argument("--page", type=int, default=16, help="tokens of a block")
+    p.add_argument("--sink", type=int, default=4)
+    p.add_argument("--recent", type=int, default=8)
+    p.add_argument("--share", choices=["min", "mean"], default="mean")
+    p.add_argument("--cap", type=int, default=CAP, help="most tokens of a share of the mass")
+    p.add_argument("--microbatch", type=int, default=32, help="tokens between two looks")
+    p.add_argument("--margin", type=float, default=MARGIN, help="nats of the estimator scored")
+    p.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
+    p.add_argument("--scored", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
+    p.add_argument("--observed", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
     args = p.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     study = Study(model, FileEncoder(args.model), args.count, args.seed)
     base = Policy(
-        args.score, page=args.page, sink=args.sink, recent=args.recent, microbatch=args.page,
-        dense_layers=1,
+        args.score, page=args.page, sink=args.sink, recent=args.recent,
+        microbatch=args.microbatch,
+        share=args.share, dense_layers=1,
     )  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     mass = MassStudy(study, base, args.out)
     for path in args.join:
         mass.join(json.loads(path.read_text()))
-    mass.run(args.tasks, args.lengths, policies(base, args.budgets, args.epsilons))
+    named = policies(base, args.budgets, args.scored, args.observed, args.cap, args.margin)
+    mass.run(args.tasks, args.lengths, named)
     best = mass.conclude()
     mass.save()
     if args.plots is not None:

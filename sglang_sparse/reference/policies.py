@@ -46,6 +46,9 @@ class Policy:
             share of the attention reaches this (PSA, algorithm 1); 0 for a fixed budget.
         microbatch: Tokens between two looks at the share.
         share: Share of a group: the smallest of its heads, or their mean.
+        margin: Nats by which scores exceed what pages hold: pages that are left are then taken to
+            hold what each head's own scores say, less this. None: each the smallest mass seen so
+            far, as in algorithm 1.
     """
 
     kind: Kind = "dense"
@@ -63,6 +66,7 @@ class Policy:
     epsilon: float = 0.0
     microbatch: int = 32
     share: Literal["min", "mean"] = "min"
+    margin: float | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -162,16 +166,15 @@ PLANES: dict[Kind, Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]] = {
 }
 
 
-def page_scores(q: Tensor, planes: tuple[Tensor, Tensor], reduce: Reduce) -> Tensor:
-    """``[B, G, pages]``: largest product with a point of the page's cuboid (Quest, ArkVale)."""
+def page_scores(q: Tensor, planes: tuple[Tensor, Tensor]) -> Tensor:
+    """``[B, G, group, pages]``: largest product with a point of the cuboid (Quest, ArkVale)."""
     low, high = planes
     live = torch.isfinite(low[..., 0])
     low, high = low.masked_fill(~live[..., None], 0), high.masked_fill(~live[..., None], 0)
     heads = grouped(q, low)
     bound = product(heads.clamp_min(0), high.transpose(2, 3))
     bound += product(heads.clamp_max(0), low.transpose(2, 3))
-    score = bound.amax(2) if reduce == "max" else bound.sum(2)
-    return score.masked_fill(~live, -torch.inf)
+    return bound.masked_fill(~live[:, :, None], -torch.inf)
 
 
 def keep_best(scores: Tensor, always: Tensor, valid: Tensor, count: int) -> Tensor:
@@ -213,10 +216,12 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
         return always[:, None].expand(-1, groups, -1)
     if policy.kind in PLANES:
         planes = cache.planes or PLANES[policy.kind](k, lengths, policy.page)
-        scores = page_scores(q, planes, policy.reduce)
+        by_head = page_scores(q, planes)
+        scores = by_head.amax(2) if policy.reduce == "max" else by_head.sum(2)
         if policy.epsilon:
-            mass = page_masses(q, k, valid, policy.page)
-            return _spread(progressive(policy, scores, mass, always, valid), policy.page, valid)
+            mass, held = page_masses(q, k, valid, policy.page, by_head, policy.margin or 0.0)
+            reached = progressive(policy, scores, mass, held, always, valid)
+            return _spread(reached, policy.page, valid)
         return _page_mask(policy, scores, always, valid)
     if policy.kind == "oracle":
         scores = oracle_scores(q, k, lengths)
@@ -266,18 +271,29 @@ def _page_mask(policy: Policy, scores: Tensor, always: Tensor, valid: Tensor) ->
     return _spread(chosen, page, valid)
 
 
-def page_masses(q: Tensor, k: Tensor, valid: Tensor, page: int) -> Tensor:
-    """``[B, G, group, pages]``: each page's sum of ``exp(q.k)``, over that of the largest token."""
-    scores = (logits(q, k) * q.shape[-1] ** -0.5).masked_fill(~valid[:, None, None], -torch.inf)
-    weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    padded = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % page))
-    return padded.unflatten(-1, (-1, page)).sum(-1)
+def page_masses(
+    q: Tensor, k: Tensor, valid: Tensor, page: int, by_head: Tensor, margin: float
+) -> tuple[Tensor, Tensor]:
+    """Each page's sum of ``exp(q.k)``, over that of the largest token: (true, by its score).
+
+    Both ``[B, G, group, pages]``, as ``by_head``. By its score a page holds as many tokens as it
+    has, each of the score less ``margin``.
+    """
+    scale = q.shape[-1] ** -0.5
+    scores = (logits(q, k) * scale).masked_fill(~valid[:, None, None], -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    weights, pad = (scores - largest).exp(), (0, -scores.shape[-1] % page)
+    mass = torch.nn.functional.pad(weights, pad).unflatten(-1, (-1, page)).sum(-1)
+    tokens = torch.nn.functional.pad(valid, pad).unflatten(-1, (-1, page)).sum(-1)
+    return mass, (by_head * scale - largest - margin).exp() * tokens[:, None, None]
 
 
 def progressive(
-    policy: Policy, scores: Tensor, mass: Tensor, always: Tensor, valid: Tensor
+    policy: Policy, scores: Tensor, mass: Tensor, held: Tensor, always: Tensor, valid: Tensor
 ) -> Tensor:
     """``[B, G, pages]``: the pages that PSA's algorithm 1 reaches.
+
+    ``mass`` and ``held`` are from :func:`page_masses`.
 
     Pages that hold an always kept token come first and are not in the estimate's smallest mass;
     the others follow by score, a microbatch at a time, until the estimate reaches epsilon.
@@ -292,7 +308,11 @@ def progressive(
     reached = masses.cumsum(-1)
     least = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
     rest = least * (count - place - 1).clamp_min(0)[:, :, None]
-    missing = rest / (reached + rest)
+    if policy.margin is not None:
+        listed = held.gather(-1, order[:, :, None].expand_as(held))
+        rest = listed.flip(-1).cumsum(-1).flip(-1)[..., 1:]
+        rest = torch.nn.functional.pad(rest, (0, 1))
+    missing = (rest / (reached + rest)).nan_to_num(1.0)
     pooled = missing.amax(2) if policy.share == "min" else missing.mean(2)
     looks = (place >= first) & ((place + 1 - first) % (policy.microbatch // page) == 0)
     done = looks & (pooled <= 1 - policy.epsilon) & (policy.epsilon < 1)

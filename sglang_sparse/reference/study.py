@@ -44,6 +44,11 @@ VARIANTS: tuple[tuple[Reduce, int], ...] = (
 )
 
 
+def part_rows(length: int) -> int:
+    """How many samples of ``length`` tokens are decoded side by side."""
+    return max(1, min(1024, 2**21 // length))
+
+
 class Study:
     """Runs cells (policy, task, length) and collects them as JSON-ready rows."""
 
@@ -60,8 +65,15 @@ class Study:
         self, task: str, length: int, count: int | None = None, prefill: Attend | None = None
     ) -> list[tuple[list[Sample], Decoder]]:
         """Samples of a cell, prefilled in parts that fit in memory; densely without ``prefill``."""
-        samples = self.suite.samples(task, length, count or self.count, self.seed)
-        rows = max(1, min(256, 2**21 // length))
+        return self.prefilled(
+            self.suite.samples(task, length, count or self.count, self.seed), length, prefill
+        )
+
+    def prefilled(
+        self, samples: list[Sample], length: int, prefill: Attend | None = None
+    ) -> list[tuple[list[Sample], Decoder]]:
+        """The same of any samples of at most ``length`` tokens."""
+        rows = part_rows(length)
         parts = []
         for start in range(0, len(samples), rows):
             part = samples[start : start + rows]
@@ -78,13 +90,18 @@ class Study:
         cut: torch.Tensor | None = None,
     ) -> int:
         """Number of exact replies under a policy."""
-        right = 0
-        for samples, decoder in parts:
-            replies = decoder.generate(policy, self.end, cut)
-            right += sum(
-                is_exact(s, self.encoder.decode(r)) for s, r in zip(samples, replies, strict=True)
-            )
-        return right
+        return sum(sum(self.marks(samples, decoder, policy, cut)) for samples, decoder in parts)
+
+    def marks(
+        self,
+        samples: list[Sample],
+        decoder: Decoder,
+        policy: Policy,
+        cut: torch.Tensor | None = None,
+    ) -> list[bool]:
+        """Which replies are exact."""
+        replies = decoder.generate(policy, self.end, cut)
+        return [is_exact(s, self.encoder.decode(r)) for s, r in zip(samples, replies, strict=True)]
 
     def cell(
         self, task: str, length: int, parts: Any, policy: Policy, **labels: Any

@@ -97,6 +97,24 @@ class Layers:
         group = self.q[layer, row].view(HEADS, GROUP, DIM)[head]
         return (group @ keys.T * DIM**-0.5).softmax(-1)
 
+    def share(self, row: int, head: int, listed: torch.Tensor, margin: float) -> float:
+        """Mean over a group of layer 1's share, pages that are not listed taken by their score."""
+        unit, tail = self.config.unit, int(self.plan.tail_start[row])
+        units = -(-tail // unit)
+        parts = torch.arange(PAGE // unit)
+        pages = (self.plan.page_table[row].long()[:, None] * len(parts) + parts).flatten()[:units]
+        planes, query = self.pool.planes, self.q[1, row].view(HEADS, GROUP, DIM)[head]
+        low, high = planes.page_mean_low[1][pages, head], planes.page_mean_high[1][pages, head]
+        score = query.clamp_min(0) @ high.T + query.clamp_max(0) @ low.T
+        sizes = (tail - torch.arange(units) * unit).clamp(max=unit)
+        left = (score * DIM**-0.5 - margin).exp() * sizes
+        left[:, listed.long()] = 0
+        at = torch.arange(LENGTHS[row])
+        inside = torch.isin(at // unit, listed) | (at >= tail)
+        weights = (query @ self.rows(1, row, head)[0].T * DIM**-0.5).exp()
+        reached = (weights * inside).sum(-1)
+        return float((reached / (reached + left.sum(-1))).mean())
+
     def rows(self, layer: int, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a request, [tokens, dim] each."""
         at = torch.arange(LENGTHS[row])
@@ -145,3 +163,19 @@ def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() 
         kept = layers.weights(1, row, 0)[:, taken]
         want = kept / kept.sum(-1, keepdim=True) @ layers.rows(1, row, 0)[1][taken]
         torch.testing.assert_close(out[row, 0], want, rtol=1e-4, atol=1e-5)
+
+
+def test_an_estimate_by_score_is_what_each_heads_digests_say_of_the_pages_that_are_left() -> None:
+    mass = {"kind": "mass", "epsilon": 0.8, "cap": 512, "microbatch": 32, "share": "mean"}
+    layers = Layers(configured("psa", budget=mass | {"estimator": "scored", "margin": 6.0}))
+    layers.run(1)
+    program, stopped = layers.programs[1], 0
+    for row in range(len(LENGTHS)):
+        for head in range(HEADS):
+            order = program.indices[row, head, : int(program.progression.ranked[row, head])]
+            count = int(program.counts[row, head])
+            stopped += count < len(order)
+            assert count == len(order) or layers.share(row, head, order[:count], 6.0) >= 0.8 - 1e-4
+            # The first page and the last are taken in any case, and one microbatch.
+            assert count <= 3 or layers.share(row, head, order[: count - 1], 6.0) < 0.8 + 1e-4
+    assert stopped

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse.reference.mass_study import MassStudy, policies
+from sglang_sparse.reference.mass_study import MassStudy, draw, policies
 from sglang_sparse.reference.policies import Policy
 
-BASE = Policy("page_mean", page=32, sink=4, recent=8, dense_layers=1)
+BASE = Policy("page_mean", page=32, sink=4, recent=8, share="mean", dense_layers=1)
 
 
 class Runs:
@@ -23,23 +23,31 @@ class Runs:
     count, seed = 10, 1
 
     def __init__(self) -> None:
-        self.measured: list[tuple[str, int, int, float]] = []
+        self.measured: list[tuple[int, int, float]] = []
+        self.suite = self
 
-    def prepare(self, task: str, length: int) -> list[Any]:
-        return [((task, length), SimpleNamespace(shares=None))]
+    def samples(self, task: str, length: int, count: int, seed: int) -> list[Any]:
+        return [SimpleNamespace(task=task, length=length, index=i) for i in range(count)]
 
-    def exact(self, parts: list[Any], policy: Policy) -> int:
-        (task, length), decoder = parts[0]
-        self.measured.append((task, length, policy.budget, policy.epsilon))
-        if policy.kind == "dense":
-            touched, right = length, 10
-        elif policy.epsilon:
-            touched, right = (96 if policy.share == "mean" else 160), 10
-        else:
-            touched, right = policy.budget, 10 if policy.budget >= 256 else 5
-        decoder.tokens = torch.tensor([float(length), float(touched)])
-        decoder.touched = decoder.tokens / length
-        return right
+    def prefilled(self, samples: list[Any], length: int) -> list[Any]:
+        return [(part, SimpleNamespace(shares=None)) for part in (samples[:7], samples[7:])]
+
+    def marks(self, samples: list[Any], decoder: Any, policy: Policy) -> list[bool]:
+        length = samples[0].length
+        if samples[0].index == 0:
+            self.measured.append((length, policy.budget, policy.epsilon))
+        touched, marks = float(length), [True] * len(samples)
+        if policy.epsilon:
+            touched = 96.0 if policy.margin is not None else 64.0
+            marks = [s.task == "a" or s.index > 0 or policy.margin is not None for s in samples]
+            if decoder.shares is not None:
+                decoder.shares += [torch.full((len(samples), 2), policy.epsilon)] * 3
+        elif policy.kind != "dense":
+            touched = policy.budget
+            marks = [touched >= (256 if s.task == "a" else 128) or s.index % 2 > 0 for s in samples]
+        decoder.row_tokens = torch.tensor([[float(length)], [float(touched)]])
+        decoder.row_tokens = decoder.row_tokens.expand(2, len(samples))
+        return marks
 
     def say(self, **entry: Any) -> None:
         """Nothing listens."""
@@ -47,15 +55,23 @@ class Runs:
 
 def test_the_cheapest_policies_that_keep_the_accuracy_are_compared(tmp_path: Path) -> None:
     study = MassStudy(Runs(), BASE, tmp_path / "mass.json")
-    study.run(["a", "b"], [512, 1024], policies(BASE, [128, 256, 512], [0.9]))
+    study.run(["a", "b"], [512, 1024], policies(BASE, [64, 128, 256, 512], [0.9], [0.9], 384, 6.0))
     best = study.conclude()
-    assert (best["fixed"], best["mass"]) == ("fixed 256", "mass 0.9 mean")
-    assert best["times_less"] == pytest.approx(256 / 96)
-    assert len(study.result["rows"]["mass 0.9 min"]["cells"]) == 4
+    assert best["each_task"]["fixed"] == best["mixed"]["fixed"] == "fixed 256"
+    assert best["each_task"]["mass"] == best["mixed"]["mass"] == "mass 0.9 scored"
+    assert best["mixed"]["times_less"] == pytest.approx(256 / 96)
+    whole = (256 + 768) / (96 + 768)
+    assert best["mixed"]["times_less_over_all_layers"] == pytest.approx(whole)
+    rows = study.result["rows"]
+    assert rows["fixed 128"]["exact_by_task"] == {"a": 0.5, "b": 1.0}
+    assert rows["mass 0.9 observed_min"]["kept"] == {"mixed": 0.95, "each_task": 0.9}
+    assert len(rows["mass 0.9 scored"]["cells"]) == 4
+    draw(study.result, tmp_path)
+    assert all((tmp_path / f"mass_{name}.png").stat().st_size for name in ("accuracy", "layers"))
 
 
 def test_a_study_goes_on_where_it_ended_and_takes_cells_of_others(tmp_path: Path) -> None:
-    named = policies(BASE, [128], [])
+    named = policies(BASE, [128], [], [], 384, 6.0)
     ours, theirs = Runs(), Runs()
     MassStudy(ours, BASE, tmp_path / "a.json").run(["a"], [512], named)
     other = MassStudy(theirs, BASE, tmp_path / "b.json")

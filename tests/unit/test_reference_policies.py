@@ -24,8 +24,10 @@ from sglang_sparse_kernels.planes import SKETCH_DTYPES, cuboid_mean, quantize_sk
 from sglang_sparse_kernels.progressive.reference import (
     progressive_decode_attention_reference,
     rank_units_reference,
+    remaining_bounds_reference,
 )
 from sglang_sparse_kernels.score.reference import (
+    page_bounds_reference,
     page_minmax_score_reference,
     select_channels_reference,
     sketch_score_reference,
@@ -134,9 +136,9 @@ def test_page_means_are_the_kernels_digests(step) -> None:
 
 
 @pytest.mark.parametrize("share", ["min", "mean"])
-@pytest.mark.parametrize("epsilon", [0.6, 0.9, 1.0])
+@pytest.mark.parametrize(("epsilon", "margin"), [(0.6, None), (0.9, None), (1.0, None), (0.7, 2.0)])
 def test_a_share_of_the_mass_stops_as_the_kernels_references(
-    step, share: str, epsilon: float
+    step, share: str, epsilon: float, margin: float | None
 ) -> None:
     q, k, v = step
     lengths, unit = torch.full((ROWS,), LENGTH), PAGE
@@ -153,9 +155,19 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
     indices, ranked = torch.zeros_like(every).clone(), torch.zeros(ROWS, GROUPS, dtype=torch.int32)
     rank_units_reference(scores, plan, every, out_indices=indices, out_counts=ranked, **always)
     out, reached = torch.full_like(q, torch.nan), torch.zeros_like(ranked)
+    rest = None
+    if margin is not None:
+        ends = [end.transpose(1, 2).flatten(0, 1) for end in planes]
+        by_head = torch.zeros(ROWS, GROUPS, q.shape[1] // GROUPS, LENGTH)
+        rest = torch.zeros(*by_head.shape[:3], LENGTH)
+        page_bounds_reference(q, *ends, plan, unit=unit, page_size=PAGE, out=by_head)
+        remaining_bounds_reference(
+            by_head, plan, indices, ranked, microbatch=32, sm_scale=DIM**-0.5, logit_cap=0.0,
+            lowered=margin, out=rest, **always,
+        )  # fmt: skip
     progressive_decode_attention_reference(
         q, paged(k), paged(v), plan, indices, ranked, reached, page_size=PAGE, microbatch=32,
-        epsilons=torch.full((ROWS,), epsilon), share=share, rest_bounds=None, sm_scale=DIM**-0.5,
+        epsilons=torch.full((ROWS,), epsilon), share=share, rest_bounds=rest, sm_scale=DIM**-0.5,
         logit_cap=0.0, out=out, counters=None, **always,
     )  # fmt: skip
     policy = Policy(
@@ -166,6 +178,7 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         epsilon=epsilon,
         page=unit,
         share=share,
+        margin=margin,
     )
     cache = Cache(k, v, planes=planes)
     mask = attend_mask(policy, q, cache, lengths)

@@ -121,6 +121,7 @@ def remaining_bounds(
     microbatch: int,
     sm_scale: float,
     logit_cap: float = 0.0,
+    lowered: float = 0.0,
     out: torch.Tensor,
     impl: Impl,
 ) -> None:
@@ -128,7 +129,8 @@ def remaining_bounds(
 
     After j microbatches, the mass left is at most the sum of tokens * exp(bound) over the units
     that were not attended to. The result is raised by a part for rounding, so that it is never too
-    small; it is -inf where no unit is left.
+    small; it is -inf where no unit is left. With ``lowered`` it is an estimate instead: bounds of a
+    unit exceed what it holds by some nats, and those are taken off.
 
     Args:
         bounds: float32 [R, H, G, max_units] ("torch" also float64), contiguous: largest q.k that a
@@ -141,6 +143,7 @@ def remaining_bounds(
         microbatch: tokens between two looks.
         sm_scale: factor on q.k.
         logit_cap: logits become cap * tanh(logit / cap) if above 0.
+        lowered: nats to take off, at least 0.
         out: [R, H, G, looks], contiguous, bounds' dtype: log2 of the bound, in the scale of
             exp(logit); looks >= ceil(capacity * unit / microbatch) + 1.
         impl: "triton" or "torch".
@@ -156,6 +159,8 @@ def remaining_bounds(
     check_shape("indices", indices, (-1, heads, -1))
     check_shape("counts", counts, (indices.shape[0], heads))
     check_shape("out", out, (rows, heads, group, -1))
+    if lowered < 0:
+        raise ValueError(f"lowered={lowered} must be at least 0")
     looks = -(-indices.shape[2] * unit // microbatch) + 1
     if out.shape[3] < looks:
         raise ValueError(f"out holds {out.shape[3]} looks, these lists take {looks}")
@@ -171,6 +176,7 @@ def remaining_bounds(
             microbatch=microbatch,
             sm_scale=sm_scale,
             logit_cap=logit_cap,
+            lowered=lowered,
             out=out,
         )
         return
@@ -191,6 +197,7 @@ def remaining_bounds(
         microbatch=microbatch,
         sm_scale=sm_scale,
         logit_cap=logit_cap,
+        lowered=lowered,
         out=out,
     )
 

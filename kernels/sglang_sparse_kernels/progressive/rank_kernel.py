@@ -3,6 +3,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton implementation of ranked lists, and of bounds of what a ranked list leaves out."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -302,6 +304,7 @@ def remaining_bounds_triton(
     microbatch: int,
     sm_scale: float,
     logit_cap: float,
+    lowered: float,
     out: torch.Tensor,
 ) -> None:
     """Launch :func:`remaining_bounds_kernel`, one program a row and KV head."""
@@ -324,7 +327,7 @@ def remaining_bounds_triton(
         sm_scale * 1.4426950408889634,
         logit_cap,
         BOUND_FLOOR,
-        1 + BOUND_MARGIN,
+        (1 + BOUND_MARGIN) * math.exp(-lowered),
         H=heads,
         G=group,
         BS=next_power_of_2(group),

@@ -65,6 +65,7 @@ def remaining_bounds_reference(
     microbatch: int,
     sm_scale: float,
     logit_cap: float,
+    lowered: float,
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.remaining_bounds`."""
@@ -87,7 +88,7 @@ def remaining_bounds_reference(
         attended = (first + steps * step).clamp(max=kept)
         left = (after[..., attended] + BOUND_FLOOR) * (1 + BOUND_MARGIN)
         left = left.where(attended < units, 0)
-        out[row] = ((left.log() + top) / math.log(2)).to(out.dtype)
+        out[row] = ((left.log() + top - lowered) / math.log(2)).to(out.dtype)
 
 
 def progressive_decode_attention_reference(

@@ -219,6 +219,12 @@ def test_bounds_of_what_is_left_need_pages_scored_at_every_step() -> None:
         config_of(score=KeySketch(), budget=budget)
     with pytest.raises(ValidationError, match=r"set cadence.every to 1"):
         config_of(score=PageMean(), budget=budget, cadence={"kind": "steps", "every": 2})
+    scored = budget.model_copy(update={"estimator": "scored", "margin": 5.0})
+    assert config_of(score=PageMean(), budget=scored)
+    with pytest.raises(ValidationError, match="estimator scored needs bounds of pages"):
+        config_of(score=KeySketch(), budget=scored)
+    with pytest.raises(ValidationError, match=r"set budget.estimator to scored"):
+        config_of(score=PageMean(), budget=budget.model_copy(update={"margin": 5.0}))
     smallest = budget.model_copy(update={"estimator": "observed_min"})
     assert config_of(score=KeySketch(), budget=smallest)
     assert config_of(score=PageMean(), budget=smallest, cadence={"kind": "steps", "every": 2})

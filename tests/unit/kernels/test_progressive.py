@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progressive attention: where it stops, what it returns and what it counts, against float64."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -39,6 +40,7 @@ class Setting:
     microbatch: int = 32
     share: str = "min"
     upper: bool = False
+    lowered: float = 0.0
     logit_cap: float = 0.0
 
     def of(self, row: int) -> float:
@@ -147,8 +149,8 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: i
         got["bounds"] = torch.full((*limits.shape[:3], looks), NAN, dtype=work, device=DEVICE)
         remaining_bounds(
             limits, scores, batch.plan, got["indices"], got["ranked"], microbatch=ask.microbatch,
-            sm_scale=batch.dim**-0.5, logit_cap=ask.logit_cap, out=got["bounds"], impl=impl,
-            **always,
+            sm_scale=batch.dim**-0.5, logit_cap=ask.logit_cap, lowered=ask.lowered,
+            out=got["bounds"], impl=impl, **always,
         )  # fmt: skip
     progressive_decode_attention(
         batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
@@ -331,6 +333,22 @@ def test_bounds_of_what_is_left_are_at_least_what_is_left(upper: bool) -> None:
                 torch.testing.assert_close(
                     bound.double(), want["bounds"][row, head, :, look], rtol=1e-5, atol=1e-4
                 )
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_lowered_bounds_are_an_estimate_that_ends_rows_earlier(impl: str) -> None:
+    batch = make_batch(([311, 200], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
+    batch.q *= 0.1
+    if impl == "torch":
+        in_double(batch)
+    scores, whole = shape_keys(batch, "peaked"), Setting(0.7, 32, upper=True)
+    ask = replace(whole, lowered=2.0)
+    bound, estimate = run(batch, scores, whole, impl), run(batch, scores, ask, impl)
+    raised = estimate["bounds"] + 2.0 / math.log(2)
+    torch.testing.assert_close(raised, bound["bounds"], equal_nan=True, rtol=1e-5, atol=1e-5)
+    stops = check(batch, scores, bound, whole), check(batch, scores, estimate, ask)
+    assert all(a >= b for a, b in zip(*stops, strict=True))
+    assert sum(stops[0]) > sum(stops[1])
 
 
 @pytest.mark.parametrize(
