@@ -119,6 +119,8 @@ class SparseAttentionBackend(AttentionBackend):
         self._refresh_every = score.refresh_every if score.kind == "key_sketch" else 1
         self._last_layer = pool.end_layer - 1
         self._max_pages = -(-self.req_to_token_pool.req_to_token.shape[1] // pool.page_size)
+        if self.prefill is not None and self.impl == "triton":
+            self.prefill.warm_up(self._max_pages)
         self.counters = self._make_counters(runner)
         self.requests = RequestTable(self.config, self._request_slots, self.device)
         self._graph_plan: DecodePlan | None = None

@@ -7,6 +7,7 @@ in decoding: those that select do so for each tile, the others take what the las
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 
 from sglang_sparse.backend.program import SelectAndAttend
 from sglang_sparse.config import SparseConfig, TilePrefill
-from sglang_sparse_kernels.common import Impl
+from sglang_sparse_kernels.common import Impl, next_power_of_2
 from sglang_sparse_kernels.exact import Pool
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace, select_topk
 from sglang_sparse_kernels.tiles import (
@@ -29,6 +30,9 @@ from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 # Scores of the tiles that are scored together; more tiles take several passes.
 _SCORE_BYTES = 256 << 20
 _ALIGNMENT = 16
+_LEAST_WIDTH = 16384
+# Some kernels are launched in another way where a batch has few rows.
+_FEW_TILES, _MANY_TILES = 1, 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class TileBatch:
     topk: TopkWorkspace
 
 
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 class SparsePrefill:
     """Plans prefill batches as tiles, and runs the layers that select or reuse."""
 
@@ -65,10 +73,12 @@ class SparsePrefill:
         self.choice, self.impl = choice, impl
         self.sink, self.recent = config.sink_tokens, config.recent_tokens
         self.page_size = pool.page_size
+        self.programs = programs
         self.lists = config.score.lists(pool.head_num)
         self.pool: Pool = "group" if self.lists == pool.head_num else "heads"
-        query_heads = next(iter(programs.values())).buffers.query_heads
-        self.tile_tokens = tile_tokens_of(choice.tile, query_heads // pool.head_num, pool.page_size)
+        self.query_heads = next(iter(programs.values())).buffers.query_heads
+        group = self.query_heads // pool.head_num
+        self.tile_tokens = tile_tokens_of(choice.tile, group, pool.page_size)
 
     def plan(
         self,
@@ -100,17 +110,50 @@ class SparsePrefill:
         if plan.max_units == 0:
             return None
         tiles, device = plan.rows.num_rows, page_table.device
-        width = -(-plan.max_tail // _ALIGNMENT) * _ALIGNMENT
-        rows = max(1, min(tiles, _SCORE_BYTES // (4 * self.lists * width)))
+        width, capacity = self._shape(plan, page_table.shape[1])
+        rows = _aligned(_SCORE_BYTES // (4 * self.lists * width))
+        rows = min(tiles, rows)
         return TileBatch(
             plan=plan,
-            indices=torch.empty(
-                (tiles, self.lists, plan.max_units), dtype=torch.int32, device=device
-            ),
+            indices=torch.empty((tiles, self.lists, capacity), dtype=torch.int32, device=device),
             counts=torch.zeros((tiles, self.lists), dtype=torch.int32, device=device),
             scores=torch.empty((rows, self.lists, width), device=device),
-            topk=make_topk_workspace(rows, self.lists, width, plan.max_units, device),
+            topk=make_topk_workspace(rows, self.lists, width, capacity, device),
         )
+
+    def _shape(self, plan: TilePlan, max_pages: int) -> tuple[int, int]:
+        """Tokens of a row of scores, and of a list.
+
+        Kernels are compiled for shapes, so there are few: powers of two up to the longest context.
+        """
+        if self.impl == "torch":
+            return _aligned(plan.max_tail), plan.max_units
+        width = max(_LEAST_WIDTH, next_power_of_2(plan.max_tail))
+        width = min(width, _aligned(max_pages * self.page_size))
+        share = math.ceil(width * self.choice.fraction)
+        return width, min(width, _aligned(max(self.choice.floor, share)))
+
+    def warm_up(self, max_pages: int) -> None:
+        """Run every kernel once in every shape, so that no prompt waits while one is compiled.
+
+        Args:
+            max_pages: columns of the page tables to come.
+        """
+        programs = self.programs.values()
+        kinds = {(p.scorer is None, p.dense, p.head_map is None): p for p in programs}
+        keys = next(iter(programs)).k_buffer
+        table = torch.zeros((1, max_pages), dtype=torch.int32, device=keys.device)
+        # The last tiles of a context of each width; all of its pages are the first one.
+        longest, width = max_pages * self.page_size, _LEAST_WIDTH
+        while width < 2 * longest:
+            for tiles in _FEW_TILES, _MANY_TILES:
+                new = min(tiles * self.tile_tokens, longest)
+                q = keys.new_zeros((new, self.query_heads, keys.shape[2]))
+                batch = self.plan(table, [min(width, longest) - new], [new], [])
+                if batch is not None:
+                    for program in kinds.values():
+                        self.run(batch, program, q, scaling=1.0, logit_cap=0.0)
+            width *= 2
 
     def run(
         self,

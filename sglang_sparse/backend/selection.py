@@ -17,6 +17,7 @@ from sglang_sparse_kernels.select import make_topk_workspace
 # that 1M-token contexts times hundreds of requests do not reserve gigabytes.
 _SCORE_BYTES = 512 << 20
 _MAX_ROWS_A_PASS = 256
+_ROWS_APART = 16
 SCORE_ALIGNMENT = 16  # scores of a row start on a 64-byte line, so that kernels load them whole
 # Selections kept across steps are not part of SGLang's memory sizing, so they must stay small.
 MOST_KEPT_BYTES = 4 << 30
@@ -54,6 +55,9 @@ class Limits:
         lists = config.score.lists(kv_heads)
         floats = lists + kv_heads * config.score.scratch(query_heads // kv_heads)
         rows = _SCORE_BYTES // (floats * max_units * torch.float32.itemsize)
+        if rows >= _ROWS_APART:
+            # Where a pass starts, vectors of a plan stay aligned: kernels of the first one fit.
+            rows -= rows % _ROWS_APART
         return cls(
             max_units=max_units,
             capacity_units=config.capacity_units(max_context),

@@ -9,13 +9,16 @@ import triton.language as tl
 
 from ..plan.types import DecodePlan
 
+# Batches of up to so many rows share one compiled kernel, captured in a graph or not.
+LEAST_ROWS = 256
+
 
 @triton.jit
 def _add(sums, i_count: tl.constexpr, b_values):
     tl.store(sums + i_count, tl.load(sums + i_count) + tl.sum(b_values.to(tl.int64), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def count_decode_kernel(
     seq_lens,
     tail_start,
@@ -75,5 +78,5 @@ def count_decode_triton(
         plan.num_rows,
         capacity_units,
         UNIT=unit,
-        BR=triton.next_power_of_2(plan.num_rows),
+        BR=max(LEAST_ROWS, triton.next_power_of_2(plan.num_rows)),
     )

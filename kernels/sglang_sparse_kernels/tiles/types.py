@@ -9,6 +9,8 @@ import torch
 from ..plan import DecodePlan
 from ..plan.types import PPM
 
+_ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class TilePlan:
@@ -90,8 +92,10 @@ def plan_tiles(
             columns.append((request, first, end, aligned if budget else 0, budget, q_row))
             q_row += end - first
             first = end
-    table = torch.tensor(columns, dtype=torch.int32).view(-1, 6).T.contiguous()
-    table = table.to(page_table.device)
+    # Triton compiles anew for vectors that do not start on 16 bytes: each starts on its own line.
+    table = torch.zeros((6, -(-len(columns) // _ALIGNMENT) * _ALIGNMENT), dtype=torch.int32)
+    table[:, : len(columns)] = torch.tensor(columns, dtype=torch.int32).view(-1, 6).T
+    table = table.to(page_table.device)[:, : len(columns)]
     requests, firsts, ends, tails, units, queries = table.unbind()
     number = torch.arange(table.shape[1], dtype=torch.int32, device=page_table.device)
     rows = DecodePlan(
