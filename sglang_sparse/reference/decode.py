@@ -30,10 +30,8 @@ class Decoder:
     """Prompts prefilled once, decoded from there as often as one likes.
 
     Attributes:
-        touched: ``[layers]``, the part of the KV that each layer attended to in the last replies:
-            mean over KV heads, and over the steps of rows whose reply was not over.
-        tokens: ``[layers]``, the same in tokens.
-        row_tokens: ``[layers, rows]``, in tokens, of each row on its own.
+        row_tokens: ``[layers, rows]``, the KV tokens that each layer attended to in each row's last
+            reply: mean over KV heads and steps.
         shares: A list to fill with the true share of the attention that each sparse step of a
             layer reached, ``[rows, kv_heads]``, the smallest of a group; None for not at all.
     """
@@ -104,23 +102,18 @@ class Decoder:
         self.planes = [(low.clone(), high.clone()) for low, high in self._planes_of(policy)]
         over = tokens == end
         layers = self.model.config.layers
-        parts, sums = torch.zeros(
-            2, layers, len(tokens), dtype=torch.float64, device=self.device
-        ).unbind()
+        sums = torch.zeros(layers, len(tokens), dtype=torch.float64, device=self.device)
         steps = torch.zeros(len(tokens), dtype=torch.float64, device=self.device)
         for _ in range(self.room - 1):
             if bool(over.all()):
                 break
             kept: list[Tensor] = []
             tokens = self._step(tokens, lengths, policy, cut, kept)
-            count = torch.stack(kept) * ~over  # [layers, rows]
-            parts += count / (lengths + 1)
-            sums += count
+            sums += torch.stack(kept) * ~over
             steps += ~over
             lengths = lengths + 1
             over |= tokens == end
             out.append(tokens)
-        self.touched, self.tokens = parts.sum(1) / steps.sum(), sums.sum(1) / steps.sum()
         self.row_tokens = sums / steps.clamp_min(1)
         replies = []
         for row in torch.stack(out, dim=1).tolist():

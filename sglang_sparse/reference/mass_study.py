@@ -16,6 +16,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from sglang_sparse.reference.study import Study, part_rows
 from sglang_sparse.tasks import TASKS, FileEncoder
 
 KEEP = 0.98
-BUDGETS = (96, 112, 128, 144, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
-EPSILONS = (0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-CAP, MARGIN = 768, 6.0
+BUDGETS = (112, 128, 144, 160, 192, 256, 320, 384, 448, 512, 640, 768)
+EPSILONS = (0.7, 0.8, 0.9, 0.95)
+CAPS, MARGIN = (256, 768), 6.0
 WATCHED = (0.9, 0.95)  # epsilons of which the share truly reached is measured
 CRITERIA = ("mixed", "each_task")
 
@@ -39,18 +40,23 @@ def policies(
     budgets: Sequence[int],
     scored: Sequence[float],
     observed: Sequence[float],
-    cap: int,
+    caps: Sequence[int],
     margin: float,
 ) -> dict[str, Policy]:
-    """Dense, fixed budgets, and shares of the mass by either estimator, by name."""
+    """Dense, fixed budgets, and shares of the mass by either estimator and cap, by name.
+
+    The smallest mass seen is tried under the largest cap alone: ends that come too early are its
+    limit, not the cap.
+    """
     named = {"dense": Policy()}
     for budget in budgets:
         named[f"fixed {budget}"] = replace(base, budget=budget)
-    for epsilon in scored:
+    for cap, epsilon in product(caps, scored):
         mass = replace(base, budget=cap, epsilon=epsilon, margin=margin)
-        named[f"mass {epsilon} scored"] = mass
+        named[f"mass {epsilon} scored, cap {cap}"] = mass
     for epsilon in observed:
-        named[f"mass {epsilon} observed_min"] = replace(base, budget=cap, epsilon=epsilon)
+        mass = replace(base, budget=max(caps), epsilon=epsilon)
+        named[f"mass {epsilon} observed_min, cap {max(caps)}"] = mass
     return named
 
 
@@ -202,6 +208,12 @@ def mean(values: Any) -> float:
     return float(sum(numbers) / len(numbers))
 
 
+def series(name: str) -> str:
+    """A policy's name without its epsilon or budget."""
+    kind, *rest = name.split()
+    return " ".join([kind, *rest[1:]])
+
+
 def draw(result: dict[str, Any], folder: Path) -> None:
     """Accuracy over KV touched, and KV touched by layer, as PNG."""
     import matplotlib
@@ -214,12 +226,8 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     for axes, criterion, what in zip(
         both, CRITERIA, ("all tasks mixed", "the task that keeps least"), strict=True
     ):
-        for start, end, label in (
-            ("fixed", "", "fixed budget"),
-            ("mass", " scored", "share of the mass, scored"),
-            ("mass", " observed_min", "share of the mass, observed_min"),
-        ):
-            chosen = [r for n, r in rows.items() if n.startswith(start) and n.endswith(end)]
+        for label in sorted({series(name) for name in rows} - {"dense"}):
+            chosen = [row for name, row in rows.items() if series(name) == label]
             points = sorted((row["tokens"], row["kept"][criterion]) for row in chosen)
             axes.plot(*zip(*points, strict=True), marker="o", label=label)
         axes.axhline(KEEP, color="grey", linestyle=":", label=f"{KEEP:.0%} of dense")
@@ -261,7 +269,7 @@ def main() -> None:
     p.add_argument("--sink", type=int, default=4)
     p.add_argument("--recent", type=int, default=8)
     p.add_argument("--share", choices=["min", "mean"], default="mean")
-    p.add_argument("--cap", type=int, default=CAP, help="most tokens of a share of the mass")
+    p.add_argument("--caps", type=int, nargs="+", default=list(CAPS), help="tokens, of mass")
     p.add_argument("--microbatch", type=int, default=32, help="tokens between two looks")
     p.add_argument("--margin", type=float, default=MARGIN, help="nats of the estimator scored")
     p.add_argument("--budgets", type=int, nargs="*", default=list(BUDGETS))
@@ -280,7 +288,7 @@ def main() -> None:
     mass = MassStudy(study, base, args.out)
     for path in args.join:
         mass.join(json.loads(path.read_text()))
-    named = policies(base, args.budgets, args.scored, args.observed, args.cap, args.margin)
+    named = policies(base, args.budgets, args.scored, args.observed, args.caps, args.margin)
     mass.run(args.tasks, args.lengths, named)
     best = mass.conclude()
     mass.save()
