@@ -67,7 +67,10 @@ def main() -> None:
     for report in sorted(args.results.glob("*.json")):
         if report.stem == "dense":
             continue
-        found = [crossover(dense, times_of(report), batch) for batch in batches]
+        sparse = times_of(report)
+        if not sparse:
+            continue
+        found = [crossover(dense, sparse, batch) for batch in batches]
         cells = ["never" if tokens is None else f"{tokens:,.0f}" for tokens in found]
         reached = [tokens for tokens in found if tokens is not None]
         if len(reached) == len(found):
