@@ -55,25 +55,23 @@ class Runs:
 
 def test_the_cheapest_policies_that_keep_the_accuracy_are_compared(tmp_path: Path) -> None:
     study = MassStudy(Runs(), BASE, tmp_path / "mass.json")
-    study.run(
-        ["a", "b"], [512, 1024], policies(BASE, [64, 128, 256, 512], [0.9], [0.9], [384], 6.0)
-    )
+    study.run(["a", "b"], [512, 1024], policies(BASE, [64, 128, 256, 512], [0.9], [0.9], 384, 6.0))
     best = study.conclude()
     assert best["each_task"]["fixed"] == best["mixed"]["fixed"] == "fixed 256"
-    assert best["each_task"]["mass"] == best["mixed"]["mass"] == "mass 0.9 scored, cap 384"
+    assert best["each_task"]["mass"] == best["mixed"]["mass"] == "mass 0.9 scored"
     assert best["mixed"]["times_less"] == pytest.approx(256 / 96)
     whole = (256 + 768) / (96 + 768)
     assert best["mixed"]["times_less_over_all_layers"] == pytest.approx(whole)
     rows = study.result["rows"]
     assert rows["fixed 128"]["exact_by_task"] == {"a": 0.5, "b": 1.0}
-    assert rows["mass 0.9 observed_min, cap 384"]["kept"] == {"mixed": 0.95, "each_task": 0.9}
-    assert len(rows["mass 0.9 scored, cap 384"]["cells"]) == 4
+    assert rows["mass 0.9 observed_min"]["kept"] == {"mixed": 0.95, "each_task": 0.9}
+    assert len(rows["mass 0.9 scored"]["cells"]) == 4
     draw(study.result, tmp_path)
     assert all((tmp_path / f"mass_{name}.png").stat().st_size for name in ("accuracy", "layers"))
 
 
 def test_a_study_goes_on_where_it_ended_and_takes_cells_of_others(tmp_path: Path) -> None:
-    named = policies(BASE, [128], [], [], [384], 6.0)
+    named = policies(BASE, [128], [], [], 384, 6.0)
     ours, theirs = Runs(), Runs()
     MassStudy(ours, BASE, tmp_path / "a.json").run(["a"], [512], named)
     other = MassStudy(theirs, BASE, tmp_path / "b.json")
