@@ -19,7 +19,8 @@ from timing import copy_bandwidth, time_calls
 from sglang_sparse_kernels import BLOCK_UNITS, DecodePlan, make_topk_workspace, select_topk
 from sglang_sparse_kernels.attend import kernel as attend_kernel
 from sglang_sparse_kernels.attend import types as attend_types
-from sglang_sparse_kernels.score import kernel as score_kernel
+from sglang_sparse_kernels.score import kernel as sketch_kernel
+from sglang_sparse_kernels.score import page_kernel
 
 HEADS = 8
 BUDGET = 2048
@@ -113,11 +114,12 @@ def sweep(report: Report, context: int, batch: int) -> None:
         units = -(-(context - 1) // unit)
         per_unit = 16 if unit == 1 else 2 * shape.dim * shape.dtype.itemsize
         moved = rows * units * (per_unit + 4 + 4 / BLOCK_UNITS)
+        module = sketch_kernel if unit == 1 else page_kernel
         prefix = "SKETCH" if unit == 1 else "MINMAX"
         tile_name = "SKETCH_TILE_TOKENS" if unit == 1 else "MINMAX_TILE_UNITS"
         for tile, ctas in SKETCH_SWEEP if unit == 1 else MINMAX_SWEEP:
-            setattr(score_kernel, tile_name, tile)
-            setattr(score_kernel, f"{prefix}_CTAS_PER_SM", ctas)
+            setattr(module, tile_name, tile)
+            setattr(module, f"{prefix}_CTAS_PER_SM", ctas)
             calls = [partial(case.score, layer) for layer in case.layers]
             facts = {"context": context, "batch": batch, "tile": tile, "ctas": ctas}
             report.add(f"{name} score", calls, moved, **facts)

@@ -200,7 +200,7 @@ def page_bounds(
         return
     check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
-    from .kernel import page_minmax_score_triton
+    from .page_kernel import page_minmax_score_triton
 
     page_minmax_score_triton(
         q,
@@ -275,7 +275,7 @@ def page_minmax_score(
     check_dense_rows("q", q)
     check_contiguous("out", out)
     _check_block_max(block_max, out)
-    from .kernel import page_minmax_score_triton
+    from .page_kernel import page_minmax_score_triton
 
     page_minmax_score_triton(
         q,

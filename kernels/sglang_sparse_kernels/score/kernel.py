@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def,assignment"
-"""Triton implementation of channel selection and of the two scores."""
+"""Triton implementation of channel selection and of scores from a sketch of the keys."""
 
 import math
 
@@ -13,18 +13,16 @@ from ..common import group_size, next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..select import BLOCK_UNITS
-from ..triton_ops import INTERPRETED, begin, dot, overlapping
+from ..triton_ops import INTERPRETED, begin, overlapping
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 1024
 SKETCH_CTAS_PER_SM = 4
 SKETCH_WARPS = 4
-MINMAX_TILE_UNITS = 64
-MINMAX_CTAS_PER_SM = 3
-MINMAX_WARPS = 4
 
 
-def _splits(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
+def splits_of(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
+    """Programs that take the tiles of a row and KV head in turn."""
     # Rounding down keeps all programs resident at once; one more would run alone at the end.
     fill = programs_to_fill(device, ctas_per_sm) // (rows * heads)
     return max(1, min(fill, tiles))
@@ -380,75 +378,6 @@ def sketch_score_kernel(
                     tl.store(p_b + o_b, b_max, mask=o_b * BLOCK < left)
 
 
-@triton.jit
-def page_minmax_score_kernel(
-    q,
-    page_min,
-    page_max,
-    page_table,
-    tail_start,
-    k_units,
-    reselect,
-    out,
-    block_max,
-    stride_q,
-    stride_table,
-    width,
-    blocks,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BU: tl.constexpr,
-    BLOCK: tl.constexpr,
-    REDUCE: tl.constexpr,
-):
-    begin()
-    i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
-    n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
-    if scored & sparse:
-        PER_PAGE: tl.constexpr = PAGE // UNIT
-        o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
-        m_d = o_d < D
-        p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[None, :] * D + o_d[:, None]
-        # [BD, BG]
-        b_q = tl.load(p_q, mask=m_d[:, None] & (o_g < G)[None, :], other=0.0)
-        # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
-        b_up = tl.maximum(b_q.to(tl.float32), 0.0).to(b_q.dtype)
-        b_down = tl.minimum(b_q.to(tl.float32), 0.0).to(b_q.dtype)
-        base = tl.program_id(0).to(tl.int64)
-        p_table = page_table + i_r.to(tl.int64) * stride_table
-        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BU), tl.num_programs(1)):
-            o_u = i_t * BU + tl.arange(0, BU)
-            m_u = o_u < n
-            # [BU]
-            b_page = tl.load(p_table + o_u // PER_PAGE, mask=m_u, other=0).to(tl.int64)
-            o_e = ((b_page * PER_PAGE + o_u % PER_PAGE) * H + i_h)[:, None] * D + o_d[None, :]
-            m_e = m_u[:, None] & m_d[None, :]
-            # [BU, BD]
-            b_max = tl.load(page_max + o_e, mask=m_e, other=0.0)
-            # [BU, BD]
-            b_min = tl.load(page_min + o_e, mask=m_e, other=0.0)
-            # [BU, BG]
-            b_a = dot(b_max, b_up, tl.zeros((BU, BG), tl.float32))
-            b_a = dot(b_min, b_down, b_a)
-            if REDUCE == "none":
-                p_out = out + (base * G + o_g)[None, :] * width + o_u[:, None]
-                tl.store(p_out, b_a, mask=m_u[:, None] & (o_g < G)[None, :])
-            else:
-                if REDUCE == "sum":
-                    b_score = tl.sum(b_a, 1)
-                else:
-                    b_score = tl.max(tl.where((o_g < G)[None, :], b_a, float("-inf")), 1)
-                store_scores(
-                    out, block_max, b_score, o_u, n, base * width, base * blocks, BU, BLOCK
-                )
-
-
 def select_channels_triton(
     q: torch.Tensor,
     channels: torch.Tensor,
@@ -497,12 +426,12 @@ def sketch_score_triton(
     group = group_size(query_heads, heads)
     tile = min(SKETCH_TILE_TOKENS, max(page_size, next_power_of_2(out.shape[2])))
     tiles = triton.cdiv(out.shape[2], tile)
-    if key_sketch.dtype == torch.uint8 and tiles > _splits(
+    if key_sketch.dtype == torch.uint8 and tiles > splits_of(
         rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device
     ):
         # Half of a tile is scored at a time, so programs that take several take longer ones.
         tile, tiles = 2 * tile, triton.cdiv(tiles, 2)
-    splits = _splits(rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device)
+    splits = splits_of(rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device)
     sketch_score_kernel[(rows * heads, splits)](
         q,
         channels,
@@ -535,55 +464,5 @@ def sketch_score_triton(
         SUM=reduce == "sum",
         CHOOSE=choose_channels,
         num_warps=SKETCH_WARPS,
-        **overlapping(rows * heads),
-    )
-
-
-def page_minmax_score_triton(
-    q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    unit: int,
-    page_size: int,
-    reduce: str | None,
-    out: torch.Tensor,
-    block_max: torch.Tensor | None,
-) -> None:
-    """Launch :func:`page_minmax_score_kernel`: programs of a row and head take tiles in turn.
-
-    Without ``reduce``, ``out`` has an axis more: the query heads of a group stay apart.
-    """
-    rows, query_heads, dim = q.shape
-    heads = page_min.shape[1]
-    group = group_size(query_heads, heads)
-    tiles = triton.cdiv(out.shape[-1], MINMAX_TILE_UNITS)
-    splits = _splits(rows, heads, tiles, MINMAX_CTAS_PER_SM, q.device)
-    page_minmax_score_kernel[(rows * heads, splits)](
-        q,
-        page_min,
-        page_max,
-        plan.page_table,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        out,
-        block_max,
-        q.stride(0),
-        plan.page_table.stride(0),
-        out.shape[-1],
-        0 if block_max is None else block_max.shape[2],
-        H=heads,
-        G=group,
-        BG=max(16, next_power_of_2(group)),
-        D=dim,
-        BD=next_power_of_2(dim),
-        PAGE=page_size,
-        UNIT=unit,
-        BU=MINMAX_TILE_UNITS,
-        BLOCK=BLOCK_UNITS,
-        REDUCE=reduce or "none",
-        num_warps=MINMAX_WARPS,
         **overlapping(rows * heads),
     )
