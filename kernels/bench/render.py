@@ -15,6 +15,11 @@ BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 SHAPES = ((32_768, 1), (131_072, 1), (32_768, 16), (131_072, 16))
 
 
+def measured(rows: dict[tuple[str, int, int], Any]) -> list[tuple[int, int]]:
+    """The shapes that the run reached."""
+    return [shape for shape in SHAPES if any(key[1:] == shape for key in rows)]
+
+
 def cell(row: dict[str, Any] | None) -> str:
     """Microseconds, then the share of copy bandwidth or the speed over dense."""
     if row is None:
@@ -28,11 +33,12 @@ def table(report: dict[str, Any]) -> str:
     """The Markdown table: an operator or step a line, a shape a column."""
     rows = {(r["name"], r["context"], r["batch"]): r for r in report["rows"]}
     names = dict.fromkeys(r["name"] for r in report["rows"] if r["context"] >= SHAPES[0][0])
-    lines = ["| µs | " + " | ".join(f"{c // 1024}K x {b}" for c, b in SHAPES) + " |"]
-    lines.append("| --- |" + " ---: |" * len(SHAPES))
+    shapes = measured(rows)
+    lines = ["| µs | " + " | ".join(f"{c // 1024}K x {b}" for c, b in shapes) + " |"]
+    lines.append("| --- |" + " ---: |" * len(shapes))
     for name in names:
-        if "dense, " not in name and any((name, *shape) in rows for shape in SHAPES):
-            cells = (cell(rows.get((name, *shape))) for shape in SHAPES)
+        if "dense, " not in name and any((name, *shape) in rows for shape in shapes):
+            cells = (cell(rows.get((name, *shape))) for shape in shapes)
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if any("launches" in row for row in report["rows"]):
         lines += ["", *launch_table(rows)]
@@ -48,8 +54,8 @@ def short(kernel: str) -> str:
 
 def launch_table(rows: dict[tuple[str, int, int], dict[str, Any]]) -> list[str]:
     """Kernels of a layer's step, launches and microseconds each, at the first and last shape."""
-    measured = [shape for shape in SHAPES if any((name, *shape) in rows for name, *_ in rows)]
-    first, last = measured[0], measured[-1]
+    shapes = measured(rows)
+    first, last = shapes[0], shapes[-1]
     titles = " | ".join(f"µs a launch, {c // 1024}K x {b}" for c, b in (first, last))
     lines = [f"| step | launches a layer | {titles} |", "| --- | ---: | --- | --- |"]
     for name in dict.fromkeys(name for name, *_ in rows if name.endswith(": step")):
@@ -76,14 +82,15 @@ def plot(report: dict[str, Any], path: Path) -> None:
     steps = dict.fromkeys(
         r["name"] for r in report["rows"] if r["name"].endswith((": step", "dense"))
     )
+    shapes = measured(rows)
     figure, axes = plt.subplots(figsize=(7, 3))
     width = 0.8 / len(steps)
     for i, name in enumerate(steps):
-        heights = [rows.get((name, *shape), 0.0) for shape in SHAPES]
-        places = [x + i * width for x in range(len(SHAPES))]
+        heights = [rows.get((name, *shape), 0.0) for shape in shapes]
+        places = [x + i * width for x in range(len(shapes))]
         axes.bar(places, heights, width, label=name)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(SHAPES))])
-    axes.set_xticklabels([f"{c // 1024}K x {b}" for c, b in SHAPES])
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))])
+    axes.set_xticklabels([f"{c // 1024}K x {b}" for c, b in shapes])
     axes.set_yscale("log")
     axes.set_ylabel("attention of one layer, µs")
     axes.legend(fontsize="x-small", ncols=2, loc="upper left")
