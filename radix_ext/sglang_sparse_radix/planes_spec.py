@@ -7,8 +7,8 @@ rows it describes. `PlaneSpec` names the planes that a preset reads; only those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -26,6 +26,11 @@ ALLOWED_LOGICAL_PAGES: Final = (16, 32, 64)
 ALLOWED_KV_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def every_layer(layer: int) -> bool:
+    """All layers read planes."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class PlaneSpec:
     """The planes of one preset.
@@ -39,6 +44,7 @@ class PlaneSpec:
         key_sketch: format of the dimension-major `key_sketch`, `[L, runs, H, D, 128]`, or None for
             no sketch. A run is 128 / P pages; `"int4"` holds two tokens a byte. Integers add
             `key_sketch_scale`, float16 `[L, pages, H, P]`.
+        read_by: whether a layer, named by its global id, reads planes; L counts only those that do.
 
     Raises:
         ValueError: one line naming the field, its value and what is allowed.
@@ -48,6 +54,7 @@ class PlaneSpec:
     page_mean: bool = False
     logical_page: int = 16
     key_sketch: SketchFormat | None = None
+    read_by: Callable[[int], bool] = field(default=every_layer, compare=False)
 
     def __post_init__(self) -> None:
         if self.logical_page not in ALLOWED_LOGICAL_PAGES:
@@ -58,6 +65,10 @@ class PlaneSpec:
             raise ValueError(
                 f"key_sketch is {self.key_sketch!r}; allowed: {_listing((None, *SKETCH_DTYPES))}"
             )
+
+    def layers(self, first: int, count: int) -> tuple[int, ...]:
+        """Global ids of the layers that have planes, of `count` layers from `first` on."""
+        return tuple(layer for layer in range(first, first + count) if self.read_by(layer))
 
     @property
     def is_empty(self) -> bool:
@@ -145,7 +156,7 @@ def plane_bytes_per_token(
     Args:
         spec: planes kept.
         head_num, head_dim, page_size, kv_dtype: as in `PlaneSpec.bytes_per_page`.
-        num_layers: layers whose KV this rank holds.
+        num_layers: layers of this rank that have planes.
 
     Raises:
         ValueError: page size or dtype not allowed.

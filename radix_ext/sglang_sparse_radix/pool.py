@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -47,7 +48,8 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
     K row 0 holds.
 
     Attributes:
-        planes: the `PlaneBuffers`, layer axis = local layer (`layer_id - start_layer`).
+        planes: the `PlaneBuffers`; their layer axis holds `plane_layers`, see `plane_of`.
+        plane_layers: global ids of this rank's layers that have planes, ascending.
         num_pages: physical pages, the padding page included.
     """
 
@@ -55,6 +57,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
     impl: ClassVar[Impl]
 
     planes: PlaneBuffers
+    plane_layers: tuple[int, ...]
     num_pages: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -76,6 +79,10 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         self._refuse_unsupported_layout()
         super()._create_buffers()
         self.num_pages = (self.size + self.page_size) // self.page_size
+        self.plane_layers = self.plane_spec.layers(self.start_layer, self.layer_num)
+        self._plane_keys = [self.k_buffer[layer - self.start_layer] for layer in self.plane_layers]
+        pointers = [keys.data_ptr() for keys in self._plane_keys]
+        self._plane_key_ptrs = torch.tensor(pointers, dtype=torch.uint64, device=self.device)
         # K's and V's own region and memory pool: planes are paused and resumed with them.
         with (
             self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE),
@@ -87,7 +94,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
 
     def _allocate_planes(self) -> PlaneBuffers:
         return PlaneBuffers.allocate(
-            num_layers=self.layer_num,
+            num_layers=len(self.plane_layers),
             num_pages=self.num_pages,
             page_size=self.page_size,
             num_heads=self.head_num,
@@ -101,8 +108,16 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         )
 
     def _clear_buffers(self) -> None:
-        del self.planes
+        del self.planes, self._plane_keys
         super()._clear_buffers()
+
+    def plane_of(self, layer: int) -> int:
+        """Where the planes of a layer, named by its global id, lie on the planes' layer axis.
+
+        Raises:
+            ValueError: the layer has none.
+        """
+        return self.plane_layers.index(layer)
 
     def plane_bytes(self) -> int:
         """Bytes of all planes, the padding page included."""
@@ -138,7 +153,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         end: torch.Tensor,
         max_new_tokens: int,
     ) -> None:
-        """Bring every plane of every layer up to date for positions `[start, end)` of each row.
+        """Bring every plane up to date for positions `[start, end)` of each row.
 
         Call it once a forward pass, after the last layer wrote K: extend rows with
         `[prefix_len, seq_len)`, decode rows with `[seq_len - 1, seq_len)`. A logical page that the
@@ -150,9 +165,11 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             start, end: int32 `[R]`, token positions; an empty range leaves a row alone.
             max_new_tokens: host upper bound of `end - start` over the rows.
         """
+        if not self.plane_layers:
+            return
         update_planes(
-            self.k_buffer,
-            self.k_data_ptrs,
+            self._plane_keys,
+            self._plane_key_ptrs,
             self.planes,
             page_table,
             start,
@@ -172,17 +189,18 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             valid_tokens: int64 `[N]`, rows of each page that are written (1..P); None = all.
 
         Returns:
-            One entry per wrong (layer, page, plane), empty when the planes are right. It copies
-            to the host: never call it on the decode path.
+            One entry per wrong (layer, page, plane), empty when the planes are right; its layer is
+            a global id. It copies to the host: never call it on the decode path.
         """
-        return compare_planes(
-            self.k_buffer,
+        found = compare_planes(
+            self._plane_keys,
             self.planes.tensors(),
             pages,
             valid_tokens,
             page_size=self.page_size,
             logical_page=self.plane_spec.logical_page,
         )
+        return [replace(wrong, layer=self.plane_layers[wrong.layer]) for wrong in found]
 
     # -- what would leave planes wrong -------------------------------------------------------------
 
@@ -284,7 +302,8 @@ def extra_cell_bytes(spec: PlaneSpec, kvc: KVCacheConfigurator, num_layers: int)
 
     Args:
         spec: planes kept.
-        kvc: the hook's second argument; read for model geometry, page size and KV dtype.
+        kvc: the hook's second argument; read for model geometry, its first layer, page size and
+            KV dtype.
         num_layers: the hook's third argument.
 
     Raises:
@@ -298,5 +317,5 @@ def extra_cell_bytes(spec: PlaneSpec, kvc: KVCacheConfigurator, num_layers: int)
         head_dim=kvc.model_config.head_dim,
         page_size=kvc.page_size,
         kv_dtype=kvc.kv_cache_dtype,
-        num_layers=num_layers,
+        num_layers=len(spec.layers(kvc.layer_info.start_layer, num_layers)),
     )

@@ -208,7 +208,7 @@ def compile_programs(
         indices, counts = buffers.lists_of(layers.index(writer))
         local = layer - pool.start_layer
         programs[layer] = SelectAndAttend(
-            scorer=_scorer(config, pool, buffers, local, request_slots, impl)
+            scorer=_scorer(config, pool, buffers, layer, request_slots, impl)
             if role.selects
             else None,
             dense=role.source is None,
@@ -251,26 +251,27 @@ def _scorer(
     config: SparseConfig,
     pool: SparseMHATokenToKVPool,
     buffers: SelectionBuffers,
-    local: int,
+    layer: int,
     request_slots: int,
     impl: Impl,
 ) -> Scorer:
     score, planes = config.score, pool.planes
     if score.kind == "exact":
         return ExactScorer(
-            k_buffer=pool.k_buffer[local],
+            k_buffer=pool.k_buffer[layer - pool.start_layer],
             page_size=pool.page_size,
             pool=score.pool,
             workspace=buffers.exact,
             impl=impl,
         )
+    plane = pool.plane_of(layer)
     if score.kind == "key_sketch":
         assert planes.key_sketch is not None
         shape = (request_slots, pool.head_num, score.channels)
         scale = planes.key_sketch_scale
         return KeySketchScorer(
-            key_sketch=planes.key_sketch[local],
-            scale=None if scale is None else scale[local],
+            key_sketch=planes.key_sketch[plane],
+            scale=None if scale is None else scale[plane],
             channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
             page_size=pool.page_size,
             reduce=score.reduce,
@@ -282,8 +283,8 @@ def _scorer(
     assert low is not None
     assert high is not None
     return PageScorer(
-        low=low[local],
-        high=high[local],
+        low=low[plane],
+        high=high[plane],
         unit=score.logical_page,
         page_size=pool.page_size,
         reduce=score.reduce,

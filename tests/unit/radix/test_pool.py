@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -160,7 +161,31 @@ def test_class_builds_through_sglangs_platform_path(configurator, monkeypatch):
     assert isinstance(pool, SparseMHATokenToKVPool)
 
 
-@pytest.mark.parametrize("spec", [ALL, PlaneSpec(key_sketch="fp8"), PlaneSpec(page_minmax=True)])
+def test_only_layers_that_read_planes_have_them():
+    last = LAYERS - 1
+    some = replace(ALL, read_by=lambda layer: layer == last)
+    every, pool = (make_pool(spec, page_size=P, num_pages=5) for spec in (ALL, some))
+    assert LAYERS * pool.plane_bytes() == every.plane_bytes()
+    assert (pool.plane_layers, pool.plane_of(last)) == ((last,), 0)
+    with pytest.raises(ValueError, match="not in tuple"):
+        pool.plane_of(0)
+    table, lengths = torch.tensor([[3, 1], [2, 4]], dtype=torch.int32), [P + 3, 2 * P]
+    for one in (every, pool):
+        fill(one, table, lengths)
+    for name, plane in pool.planes.tensors().items():
+        assert torch.equal(plane[0].float(), every.planes.tensors()[name][last].float()), name
+    pages, valid = torch.tensor([3, 1, 2, 4]), torch.tensor([P, 3, P, P])
+    assert pool.verify_planes(pages, valid) == []
+    pool.k_buffer[last][3 * P] += 1
+    assert {wrong.layer for wrong in pool.verify_planes(pages, valid)} == {last}
+
+
+SOME = replace(ALL, read_by=lambda layer: layer > 0)
+
+
+@pytest.mark.parametrize(
+    "spec", [ALL, SOME, PlaneSpec(key_sketch="fp8"), PlaneSpec(page_minmax=True)]
+)
 def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, configurator):
     sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
     sizing.kv_cache_dtype_str = "auto"
