@@ -17,7 +17,7 @@ from sglang_sparse_kernels.select import make_topk_workspace
 # that 1M-token contexts times hundreds of requests do not reserve gigabytes.
 _SCORE_BYTES = 512 << 20
 _MAX_ROWS_A_PASS = 256
-_ROWS_APART = 16
+_ROWS_APART = 4
 SCORE_ALIGNMENT = 16  # scores of a row start on a 64-byte line, so that kernels load them whole
 # Selections kept across steps are not part of SGLang's memory sizing, so they must stay small.
 MOST_KEPT_BYTES = 4 << 30
