@@ -119,7 +119,8 @@ def run(label: str, args: argparse.Namespace) -> None:
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")
     report["commit"] = args.commit or output_of("git", "rev-parse", "--short", "HEAD")
-    report["command"] = command[1:]
+    # Where the repository lies on the machine that measured says nothing.
+    report["command"] = [word.replace(f"{HERE.parent}{os.sep}", "") for word in command[1:]]
     if profiles:
         report["profiles"] = profiles
     out.write_text(json.dumps(report, indent=1) + "\n")
