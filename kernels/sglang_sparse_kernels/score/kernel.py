@@ -78,7 +78,7 @@ def _load_channels(p_c, D: tl.constexpr, KEPT: tl.constexpr):
     """Tuple of ``KEPT`` channels; one that was never chosen must not lead out of bounds."""
     kept = ()
     for i_c in tl.static_range(KEPT):
-        kept = kept + (tl.minimum(tl.maximum(tl.load(p_c + i_c), 0), D - 1),)  # noqa: RUF005
+        kept = kept + (tl.minimum(tl.maximum(tl.load(p_c + i_c), 0), D - 1),)
     return kept
 
 
@@ -88,7 +88,7 @@ def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexp
     weights = ()
     for i_g in tl.static_range(G):
         for i_c in tl.static_range(KEPT):
-            weights = weights + (tl.load(p_q + i_g * D + kept[i_c]).to(tl.float32),)  # noqa: RUF005
+            weights = weights + (tl.load(p_q + i_g * D + kept[i_c]).to(tl.float32),)
     return weights
 
 
@@ -96,7 +96,7 @@ def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexp
 def _scale_weights(weights, factor, SIZE: tl.constexpr):
     scaled = ()
     for i_w in tl.static_range(SIZE):
-        scaled = scaled + ((weights[i_w] * factor).to(tl.float16),)  # noqa: RUF005
+        scaled = scaled + ((weights[i_w] * factor).to(tl.float16),)
     return scaled
 
 
@@ -187,7 +187,7 @@ def _sum_channels(
     """Tuple of the scores [BP, PIECE] of ``HEADS`` heads from ``first`` on, and of each piece."""
     sums = ()
     for _ in tl.static_range(HEADS * PIECES):
-        sums = sums + (tl.zeros((BP, PIECE), SUMS),)  # noqa: RUF005
+        sums = sums + (tl.zeros((BP, PIECE), SUMS),)
     for i_c in tl.static_range(KEPT):
         # [BP, PIECE]
         b_k = tl.load(p_s + kept[i_c] * RUN, mask=m_j, other=0.0)
@@ -200,7 +200,7 @@ def _sum_channels(
         added = ()
         for i in tl.static_range(HEADS * PIECES):
             weight = weights[(first + i // PIECES) * KEPT + i_c]
-            added = added + (sums[i] + weight * keys[i % PIECES],)  # noqa: RUF005
+            added = added + (sums[i] + weight * keys[i % PIECES],)
         sums = added
     return sums
 
@@ -226,7 +226,7 @@ def _score_pieces(
     """
     joined = ()
     for _ in tl.static_range(PIECES):
-        joined = joined + (  # noqa: RUF005
+        joined = joined + (
             tl.full((BP, PIECE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS),
         )
     for i_g in tl.static_range(0, G, 4):
@@ -238,7 +238,7 @@ def _score_pieces(
         for i_h in tl.static_range(G - i_g if G - i_g < 4 else 4):
             more = ()
             for i_p in tl.static_range(PIECES):
-                more = more + (_join(joined[i_p], sums[i_h * PIECES + i_p], SUM),)  # noqa: RUF005
+                more = more + (_join(joined[i_p], sums[i_h * PIECES + i_p], SUM),)
             joined = more
     return joined
 
