@@ -7,7 +7,6 @@ in decoding: those that select do so for each tile, the others take what the las
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from sglang_sparse_kernels.tiles import (
     TilePlan,
     plan_tiles,
     tile_attention,
+    tile_budget,
     tile_score,
     tile_tokens_of,
 )
@@ -130,8 +130,8 @@ class SparsePrefill:
             return _aligned(plan.max_tail), plan.max_units
         width = max(_LEAST_WIDTH, next_power_of_2(plan.max_tail))
         width = min(width, _aligned(max_pages * self.page_size))
-        share = math.ceil(width * self.choice.fraction)
-        return width, min(width, _aligned(max(self.choice.floor, share)))
+        most = tile_budget(width, floor=self.choice.floor, fraction=self.choice.fraction)
+        return width, _aligned(most)
 
     def warm_up(self, max_pages: int) -> None:
         """Run every kernel once in every shape, so that no prompt waits while one is compiled.

@@ -50,6 +50,11 @@ def tile_tokens_of(tile: int, group: int, page_size: int) -> int:
     return tokens
 
 
+def tile_budget(tail: int, *, floor: int, fraction: float) -> int:
+    """Tokens that a tile selects of the ``tail`` before it; in integers, as one token matters."""
+    return min(tail, max(floor, -(-tail * round(fraction * PPM) // PPM)))
+
+
 def plan_tiles(
     page_table: torch.Tensor,
     prefix_lens: Sequence[int],
@@ -87,8 +92,7 @@ def plan_tiles(
             end = min(aligned + tile_tokens, prefix + extend)
             budget = 0
             if aligned >= max(min_tokens, 1) and not any(dense[request : request + 1]):
-                share = -(-aligned * round(fraction * PPM) // PPM)
-                budget = min(aligned, max(floor, share))
+                budget = tile_budget(aligned, floor=floor, fraction=fraction)
             columns.append((request, first, end, aligned if budget else 0, budget, q_row))
             q_row += end - first
             first = end
