@@ -34,6 +34,8 @@ def table(folder: Path) -> str:
     lines = ["| context | batch | prompts | dense | " + " | ".join(labels) + " |"]
     lines.append("| ---: | ---: | --- | ---: |" + " ---: |" * len(sparse))
     for key, cell in cells(dense).items():
+        if not any(key in cells(report) for report in sparse):
+            continue
         context, batch, shared = key
         row = [f"{context:,}", str(batch), "one, shared" if shared else "separate"]
         row.append(f"{cell['ms_per_token']:.2f}")
@@ -60,19 +62,22 @@ def table(folder: Path) -> str:
 
 
 def first_tokens(dense: dict[str, Any], sparse: list[dict[str, Any]]) -> list[str]:
-    """Seconds to the first token of prompts that nothing is cached of; empty if none was timed."""
-    keys = [key for key in cells(dense) if not key[2]]
-    if not keys:
+    """Seconds to the first token of prompts that nothing is cached of; empty if none was timed.
+
+    Each was sent alone, so that a report may hold another number of them than dense.
+    """
+    alone, *others = (
+        {key[0]: cell["first_token_s"] for key, cell in cells(report).items() if not key[2]}
+        for report in (dense, *sparse)
+    )
+    contexts = sorted(n for n in alone if any(n in other for other in others))
+    if not contexts:
         return []
-    heads = ["context", "prompts", "dense, s", *(f"{report['label']}, s" for report in sparse)]
+    heads = ["context", "dense, s", *(f"{report['label']}, s" for report in sparse)]
     lines = ["", "| " + " | ".join(heads) + " |", "|" + " ---: |" * len(heads)]
-    for key in sorted(keys):
-        seconds = cells(dense)[key]["first_token_s"]
-        row = [f"{key[0]:,}", str(key[1]), f"{seconds:.2f}"]
-        for report in sparse:
-            other = cells(report).get(key)
-            share = "" if other is None else f"{other['first_token_s'] / seconds:.3f}"
-            row.append("-" if other is None else f"{other['first_token_s']:.2f} ({share})")
+    for n in contexts:
+        row = [f"{n:,}", f"{alone[n]:.2f}"]
+        row += [f"{o[n]:.2f} ({o[n] / alone[n]:.3f})" if n in o else "-" for o in others]
         lines.append("| " + " | ".join(row) + " |")
     return lines
 

@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("folder", "name"), [("h200", "results"), ("h200-anchors", "anchors")])
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("h200", "results"), ("h200-anchors", "anchors"), ("h200-first-token", "first-token")],
+)
 def test_the_decode_tables_are_rendered_from_the_committed_results(
     tmp_path: Path, folder: str, name: str
 ) -> None:
