@@ -9,6 +9,9 @@ import triton.language as tl
 from ..triton_ops import cast
 from .work_kernel import cuts, work
 
+# Slices of what all layers share, which begin anywhere: one compiled kernel serves all.
+SLICES = ["ranked", "reached", "expected", "counters"]
+
 
 @triton.jit
 def _smaller(b_a, b_b):
@@ -23,7 +26,7 @@ def _power(b_l, exponent):
     return tl.exp2(b_fraction) * tl.exp2(b_whole - exponent)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=SLICES)
 def progressive_finish_kernel(
     seq_lens,
     tail_start,

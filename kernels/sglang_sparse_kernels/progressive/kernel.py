@@ -20,7 +20,7 @@ import triton.language as tl
 from ..common import group_size, next_power_of_2
 from ..device import multiprocessors, programs_to_fill
 from ..plan import DecodePlan
-from .finish_kernel import progressive_finish_kernel
+from .finish_kernel import SLICES, progressive_finish_kernel
 from .types import MAX_PARTS, ProgressiveWorkspace
 from .work_kernel import attend_shares, cuts, work
 
@@ -35,6 +35,9 @@ REGISTERS = 168
 SPARE = 4
 # Numbers that a program merges at once, and the channels of them where programs are few.
 MERGED, CHANNELS = 4096, 32
+# Rows times KV heads that one compiled kernel serves, or four times as many, and so on: a batch
+# that is larger than any before it must not wait for a compiler.
+LEAST_ROW_HEADS = 256
 
 
 def num_programs(device: torch.device) -> int:
@@ -42,7 +45,15 @@ def num_programs(device: torch.device) -> int:
     return programs_to_fill(device, CTAS_PER_SM)
 
 
-@triton.jit
+def row_heads_tile(count: int) -> int:
+    """Rows times KV heads, ``count`` or more, that a program looks over at once."""
+    size = LEAST_ROW_HEADS
+    while size < count:
+        size *= 4
+    return size
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SLICES)
 def progressive_attend_kernel(
     q,
     k_buffer,
@@ -110,7 +121,7 @@ def progressive_attend_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SLICES)
 def progressive_extend_kernel(
     q,
     k_buffer,
@@ -209,7 +220,7 @@ def progressive_decode_attention_triton(
     }
     shares = cut | {
         "BG": max(16, next_power_of_2(group)),
-        "BR": next_power_of_2(rows * heads),
+        "BR": row_heads_tile(rows * heads),
         "PAGE": page_size,
         "HAS_CAP": logit_cap > 0,
         "STAGES": STAGES,

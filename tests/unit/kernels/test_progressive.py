@@ -164,6 +164,29 @@ def test_pieces_of_several_tiles_hold_what_one_tile_would(monkeypatch: pytest.Mo
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
 
 
+def test_batches_of_all_sizes_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: dict[str, set[tuple]] = {}
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple) -> "Recorder":
+            return self
+
+        def __call__(self, *_: object, **constants: object) -> None:
+            compiled.setdefault(self.name, set()).add(tuple(sorted(constants.items())))
+
+    for name in ("attend", "finish", "extend"):
+        monkeypatch.setattr(kernel, f"progressive_{name}_kernel", Recorder(name))
+    for rows in (1, 5, 16):
+        batch = make_batch(([40] * rows, 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 4))
+        run(batch, shape_keys(batch, "uniform"), Setting(0.9, 32), "triton")
+    assert len(compiled["attend"]) == len(compiled["extend"]) == 1
+    # Each half of its work, by channels where rows are few and whole where they are many.
+    assert len(compiled["finish"]) == 4
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_each_row_reaches_the_share_that_it_is_asked_for(impl: str) -> None:
     batch = make_batch(([300, 300, 90], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 32))
