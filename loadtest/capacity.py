@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The highest request rate that a server takes while its tokens still come fast enough.
 
-    python loadtest/capacity.py --out results --base-url http://127.0.0.1:30000 --label sparcas
-    python loadtest/capacity.py --out results --start dense sparcas    # in turn, on a GPU
+    python loadtest capacity --out results --base-url http://127.0.0.1:30000 --label sparcas
+    python loadtest capacity --out results --start dense sparcas    # in turn, on a GPU
 
 As in the PSA paper (arXiv:2503.00392): requests arrive as a Poisson process, and a rate is within
 capacity if the 99th percentile of the time between tokens stays under 5 x (strict) or 25 x
@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from arrivals import poisson
-from client import Record, call, stream
+from client import Record, call, server_url, stream
+from compare_latency import CONFIGURATIONS, gpu, output_of, running_server
 from report import failed_at, write_report
-from scenarios import Conversations, Scenario
+from scenarios import Conversations, Scenario, scenario_name
 
 FACTORS = {"strict": 5.0, "relaxed": 25.0}
 MOST_QUEUED_SECONDS = 2.0
@@ -270,8 +271,6 @@ def measure(
 
 def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Settings) -> None:
     """Start each named configuration on a GPU, one after the other."""
-    from compare_latency import gpu, output_of, running_server
-
     where = {
         "device": gpu("name"),
         "commit": args.commit or output_of("git", "rev-parse", "--short", "HEAD"),
@@ -288,10 +287,11 @@ def main() -> None:
     """Measure a running server, or start some and measure them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
-    parser.add_argument("--scenario", default="shared_documents", help="name, or path of a file")
+    parser.add_argument("--scenario", type=scenario_name, default="shared_documents",
+                        help="name, or path of a file")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--base-url", help="a running server")
-    where.add_argument("--start", nargs="+", metavar="CONFIGURATION", help="servers to start")
+    where.add_argument("--base-url", type=server_url, help="a running server")
+    where.add_argument("--start", nargs="+", choices=CONFIGURATIONS, help="servers to start")
     parser.add_argument("--label", help="name of the running server in the report")
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
     parser.add_argument("--max-batch", type=int, default=64)

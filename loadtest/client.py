@@ -6,6 +6,7 @@ Standard library alone, so that it runs in threads as well as under gevent's mon
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import time
@@ -93,6 +94,15 @@ def call(base_url: str, path: str, body: dict[str, Any] | None = None, timeout: 
         return json.loads(text) if text[:1] in ("{", "[") else text
     finally:
         connection.close()
+
+
+def server_url(url: str) -> str:
+    """`type` of an argument: the address of a server that answers."""
+    try:
+        call(url, "/v1/models", timeout=10)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"no SGLang server answers at {url} ({error})") from error
+    return url
 
 
 def stream(

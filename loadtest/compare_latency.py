@@ -98,7 +98,8 @@ def running_server(
             wait_until_up(server, url, log)
             yield url
         finally:
-            os.killpg(server.pid, signal.SIGKILL)
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)
             server.wait()
 
 
@@ -130,7 +131,8 @@ def main() -> None:
     """Measure the named configurations, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
-    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS))
+    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS),
+                        choices=CONFIGURATIONS)  # fmt: skip
     parser.add_argument("--port", type=int, default=31000)
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
     parser.add_argument(

@@ -23,6 +23,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from client import server_url
+
 SHORT, LONG = 16, 144
 
 
@@ -126,7 +128,7 @@ def measure_server(base_url: str, label: str, args: argparse.Namespace, out: Pat
 def main() -> None:
     """Measure one running server."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--base-url", default="http://127.0.0.1:30000")
+    parser.add_argument("--base-url", type=server_url, default="http://127.0.0.1:30000")
     parser.add_argument("--label", required=True, help="name of the measured configuration")
     parser.add_argument("--out", type=Path, required=True)
     add_arguments(parser)

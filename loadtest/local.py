@@ -26,10 +26,10 @@ COMMON = [
 ]
 CPU = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 512}']
+METHODS = ("sparcas", "page_minmax", "kascade", "kascade_sketch", "psa")
 CONFIGURATIONS = {
     "dense": ["--page-size", "64"],
-    "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
-    "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
+    **{method: [*SPARSE, "--sparse-method", method] for method in METHODS},
 }
 
 

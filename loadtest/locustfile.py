@@ -18,7 +18,7 @@ import itertools
 import json
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from arrivals import poisson
 from client import Record, call, stream
-from scenarios import Conversations, Scenario
+from scenarios import Conversations, Scenario, scenario_name
 
 _HOUR = 3600.0
 _numbers = itertools.count()
@@ -42,11 +42,26 @@ _writing = Semaphore()
 @events.init_command_line_parser.add_listener
 def add_arguments(parser: ArgumentParser) -> None:
     """Flags of our own; Locust's web page shows them too."""
-    parser.add_argument("--scenario", default="shared_documents", help="name, or path of a file")
+    parser.add_argument("--scenario", type=scenario_name, default="shared_documents",
+                        help="name, or path of a file")  # fmt: skip
     parser.add_argument("--arrivals", choices=("closed", "poisson"), default="closed")
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second, a user")
-    parser.add_argument("--records", default="", help="file for a JSON line a request")
+    parser.add_argument("--rate", type=_rate, default=1.0, help="requests a second, a user")
+    parser.add_argument(
+        "--records", type=_records, default="", help="file for a JSON line a request"
+    )
     parser.add_argument("--seed", type=int, default=1)
+
+
+def _rate(text: str) -> float:
+    if not 0 < (rate := float(text)) < float("inf"):
+        raise ArgumentTypeError("must be above 0")
+    return rate
+
+
+def _records(path: str) -> str:
+    if path and not Path(path).absolute().parent.is_dir():
+        raise ArgumentTypeError(f"there is no folder {Path(path).parent}")
+    return path
 
 
 def report(environment: Environment, record: Record) -> None:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from client import server_url
 from decode_latency import call, generate
 
 STEPS = 4
@@ -101,7 +102,7 @@ def profile(base_url: str, context: int, batch: int, vocab: int) -> dict[str, An
 def main() -> None:
     """Profile one running server."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--base-url", default="http://127.0.0.1:30000")
+    parser.add_argument("--base-url", type=server_url, default="http://127.0.0.1:30000")
     parser.add_argument("--cells", nargs="+", required=True, metavar="CONTEXTxBATCH")
     parser.add_argument("--vocab", type=int, default=128000)
     parser.add_argument("--out", type=Path, required=True)

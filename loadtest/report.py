@@ -7,10 +7,10 @@ python loadtest/report.py results README.md    # and the table between README's 
 
 from __future__ import annotations
 
+import argparse
 import html
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,19 @@ def write_report(folder: Path) -> Path:
     return path
 
 
+def main() -> None:
+    """Write the page, and fill in the README's table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("results", type=Path, help="folder with reports of capacity.py")
+    parser.add_argument("readme", type=Path, nargs="?", help="file with the table's markers")
+    args = parser.parse_args()
+    try:
+        print(write_report(args.results))
+    except ValueError as error:
+        parser.error(str(error))
+    if args.readme is not None:
+        fill(args.readme, "capacity", markdown(_reports(args.results)))
+
+
 if __name__ == "__main__":
-    print(write_report(Path(sys.argv[1])))
-    if len(sys.argv) > 2:
-        fill(Path(sys.argv[2]), "capacity", markdown(_reports(Path(sys.argv[1]))))
+    main()

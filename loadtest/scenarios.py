@@ -7,6 +7,7 @@ A scenario is a JSON file of `loadtest/scenarios/`. Lengths are given in words (
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Iterator
@@ -72,6 +73,15 @@ class Scenario:
             raise ValueError(f"{path} has unknown keys {sorted(unknown)}")
         ranges = {k: tuple(v) for k, v in content.items() if isinstance(v, list)}
         return cls(**{**content, **ranges})
+
+
+def scenario_name(name: str) -> str:
+    """`type` of an argument: a name or path that `Scenario.load` takes."""
+    try:
+        Scenario.load(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 class Conversations:

@@ -11,19 +11,19 @@ everything works, and nothing about capacity.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import server_host
 import soak
-from capacity import Settings, measure
+from capacity import Settings, measure, percentile
 from local import ENVIRONMENT, has_gpu, local_servers
 from report import write_report
 from scenarios import Scenario
@@ -50,7 +50,7 @@ SEARCH = Settings(seconds=3, drain=5, first_rate=1.0, most_rate=2.0, bisections=
 
 
 def locust(url: str, scenario: str, out: Path, seconds: int = SECONDS) -> Path:
-    """One headless run; returns Locust's table of statistics.
+    """One headless run; returns the file of Locust's final statistics.
 
     Raises:
         subprocess.CalledProcessError: Locust failed, or a request did.
@@ -60,26 +60,31 @@ def locust(url: str, scenario: str, out: Path, seconds: int = SECONDS) -> Path:
     command = [
         *(sys.executable, "-m", "locust", "--headless", "-f", ",".join(map(str, files))),
         *("--host", url, "--scenario", scenario, "--users", str(users), "--spawn-rate", str(users)),
-        *("--run-time", f"{seconds}s", "--stop-timeout", "60", "--csv", str(out / scenario)),
-        *("--records", str(out / f"{scenario}.jsonl"), "--only-summary", *flags),
+        *("--run-time", f"{seconds}s", "--stop-timeout", "60"),
+        *("--json-file", str(out / f"{scenario}-stats"), "--only-summary"),
+        *("--records", str(out / f"{scenario}.jsonl"), *flags),
     ]
     subprocess.run(command, check=True)
-    return out / f"{scenario}_stats.csv"
+    return out / f"{scenario}-stats.json"
 
 
 def summary(stats: Path) -> dict[str, Any]:
-    """Median and 99th percentile of each kind of event in Locust's table."""
-    with stats.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["Type"]]
-    return {
-        row["Type"]: {
-            "count": int(row["Request Count"]),
-            "failed": int(row["Failure Count"]),
-            "p50": float(row["50%"]),
-            "p99": float(row["99%"]),
+    """Median and 99th percentile of each kind of event in Locust's final statistics.
+
+    Its CSV files are written once a second and not at the end, and so lack the last requests.
+    """
+    found = {}
+    for entry in json.loads(stats.read_text()):
+        # How often each response time came; Locust rounds them to two digits.
+        times = Counter({float(time): n for time, n in entry["response_times"].items()})
+        values = list(times.elements())
+        found[entry["method"]] = {
+            "count": entry["num_requests"],
+            "failed": entry["num_failures"],
+            "p50": percentile(values, 0.5),
+            "p99": percentile(values, 0.99),
         }
-        for row in rows
-    }
+    return found
 
 
 def run_programs(dense: str, sparse: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed load with aborts, disconnects, cancellations and flushes, then a look at what is left.
 
-    python loadtest/soak.py --minutes 10 --out soak.json        # starts a server of its own
-    python loadtest/soak.py --minutes 10 --out soak.json --base-url URL --pid PID --log FILE
+    python loadtest soak --minutes 10 --out soak.json        # starts a server of its own
+    python loadtest soak --minutes 10 --out soak.json --base-url URL --pid PID --log FILE
 
 At the end the server is left idle, so that SGLang's own memory check runs (a leak ends the
 server), every plane of the pages that the prefix cache holds is compared with recomputation
@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from client import call, stream
-from local import Local, local_servers
+from client import call, server_url, stream
+from compare_latency import output_of
+from local import METHODS, Local, local_servers
 from scenarios import Conversations, Scenario
 
 WORKERS = 4
@@ -36,13 +37,28 @@ VERIFY = {"SGLANG_SPARSE_VERIFY": "1"}
 # Growth of resident memory that counts as a leak; allocators and caches wobble below it.
 MOST_GROWTH_MIB = 64.0
 _BAD_LOG = ("Traceback", "leak detected", "Scheduler hit an exception")
-_OPTIONS: tuple[dict[str, Any] | None, ...] = (
-    None,
-    None,
-    {"mode": "dense"},
-    {"budget": 128},
-    {"budget": 200},
-)
+Options = tuple[dict[str, Any] | None, ...]
+
+
+def options_of(state: dict[str, Any]) -> Options:
+    """What requests ask for under `custom_params.sparse`, by the range that the server allows."""
+    allowed = state["request_budget"]
+    least, most = allowed["least"], allowed["most"]
+    middle = (least + most) // 2 if isinstance(most, int) else (least + most) / 2
+    return None, None, {"mode": "dense"}, {"budget": least}, {"budget": middle}
+
+
+def sparse_state(url: str) -> dict[str, Any]:
+    """The `sparse` block of `/server_info`, with the planes compared.
+
+    Raises:
+        ValueError: the server is dense, or does not compare them.
+    """
+    info = call(url, "/server_info", timeout=300)
+    state: dict[str, Any] = (info.get("internal_states") or [{}])[0].get("sparse") or {}
+    if "plane_check" not in state:
+        raise ValueError(f"{url} is no sparse server with SGLANG_SPARSE_VERIFY=1 and a radix cache")
+    return state
 
 
 @dataclass
@@ -57,8 +73,11 @@ class Outcome:
 class Worker:
     """Sends one kind of request after another until the time is up."""
 
-    def __init__(self, url: str, seed: int, outcome: Outcome, longest: int) -> None:
+    def __init__(
+        self, url: str, seed: int, outcome: Outcome, longest: int, options: Options
+    ) -> None:
         self._url, self._outcome, self._source = url, outcome, random.Random(seed)
+        self._options = options
         mixed = Scenario(
             "soak", "", documents=4, document=(300, longest), output=(4, 32), think=(0, 2)
         )
@@ -69,7 +88,7 @@ class Worker:
     def run(self, until: float) -> None:
         """Work until `time.monotonic()` reaches `until`."""
         kinds: dict[str, tuple[Callable[[], None], int]] = {
-            "answered": (self._answered, 10),
+            "answered": (self.answered, 10),
             "disconnected": (self._disconnected, 4),
             "aborted": (self._aborted, 3),
             "cancelled": (self._cancelled, 2),
@@ -89,10 +108,11 @@ class Worker:
 
     def _body(self) -> dict[str, Any]:
         body = next(self._source.choice(self._drawn).requests([]))
-        options = self._source.choice(_OPTIONS)
+        options = self._source.choice(self._options)
         return body if options is None else body | {"custom_params": {"sparse": options}}
 
-    def _answered(self) -> None:
+    def answered(self) -> None:
+        """One request to its end; raises RuntimeError if there is none."""
         record = stream(self._url, "chat", self._body(), name="soak", timeout=120)
         if record.error is not None:
             raise RuntimeError(record.error)
@@ -171,28 +191,29 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
 
     Returns:
         What was seen; `ok` says whether all is well.
+
+    Raises:
+        ValueError: the server cannot say whether its planes are right.
     """
-    outcome = Outcome()
+    outcome, options = Outcome(), options_of(sparse_state(server.url))
+    logged = server.log.stat().st_size
+    workers = [Worker(server.url, seed + n, outcome, longest, options) for n in range(WORKERS)]
     until = time.monotonic() + seconds
-    workers = [
-        threading.Thread(target=Worker(server.url, seed + n, outcome, longest).run, args=(until,))
-        for n in range(WORKERS)
-    ]
-    for worker in workers:
-        worker.start()
+    threads = [threading.Thread(target=worker.run, args=(until,)) for worker in workers]
+    for thread in threads:
+        thread.start()
     while time.monotonic() < until:
         outcome.rss_mib.append(resident_mib(server.pid))
         time.sleep(min(2.0, max(0.1, seconds / 40)))
-    for worker in workers:
-        worker.join(180)
+    for thread in threads:
+        thread.join(180)
     # Something for the planes to be compared of, then idleness for SGLang's memory check.
-    last = Worker(server.url, seed, outcome, longest)
     for _ in range(3):
-        last._answered()
+        workers[0].answered()
     time.sleep(3)
-    state = call(server.url, "/server_info", timeout=300)["internal_states"][0]["sparse"]
+    state = sparse_state(server.url)
     planes = state["plane_check"]
-    text = server.log.read_text(errors="replace")
+    text = server.log.read_bytes()[logged:].decode(errors="replace")
     bad = [line for line in text.splitlines() if any(word in line for word in _BAD_LOG)]
     alive = psutil.pid_exists(server.pid) and bool(call(server.url, "/v1/models"))
     growth = growth_mib(outcome.rss_mib)
@@ -203,6 +224,7 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
         and planes["pages"] > 0
         and planes["wrong"] == 0
         and growth <= MOST_GROWTH_MIB,
+        "method": state["method"],
         "seconds": seconds,
         "requests": dict(outcome.done),
         "faults": outcome.faults[:20],
@@ -221,8 +243,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--method", default="sparcas", help="of a server that it starts")
-    parser.add_argument("--base-url", help="a running server, with --pid and --log")
+    parser.add_argument(
+        "--method", default="sparcas", choices=METHODS, help="of a server that it starts"
+    )
+    parser.add_argument(
+        "--base-url", type=server_url, help="a running server, with --pid and --log"
+    )
     parser.add_argument("--pid", type=int)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--seed", type=int, default=1)
@@ -231,10 +257,14 @@ def main() -> None:
     if args.base_url:
         if args.pid is None or args.log is None:
             parser.error("--base-url needs --pid and --log")
-        report = soak(Local(args.base_url, args.pid, args.log), 60 * args.minutes, args.seed)
+        try:
+            report = soak(Local(args.base_url, args.pid, args.log), 60 * args.minutes, args.seed)
+        except ValueError as error:
+            parser.error(str(error))
     else:
         with local_servers({args.method: VERIFY}, args.out.parent) as servers:
             report = soak(servers[args.method], 60 * args.minutes, args.seed)
+    report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "rss_mib"}, indent=1))
     sys.exit(0 if report["ok"] else 1)

@@ -17,10 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import fork_document
 import tree_of_thought
+from client import server_url
 
 BEFORE, AFTER = "<|bos|><|user|>", "<|end|><|assistant|>"
 
@@ -67,8 +69,8 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     """Compare, print a table, write everything."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--dense", required=True, help="address of a dense server")
-    parser.add_argument("--sparse", required=True, help="address of a sparse server")
+    parser.add_argument("--dense", type=server_url, required=True, help="a dense server")
+    parser.add_argument("--sparse", type=server_url, required=True, help="a sparse server")
     parser.add_argument("--repeats", type=int, default=100, help="of the filler; 22 words each")
     parser.add_argument("--before", default=BEFORE)
     parser.add_argument("--after", default=AFTER)

@@ -9,6 +9,8 @@ import json
 import math
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,8 +23,10 @@ import arrivals  # isort: skip
 import capacity  # isort: skip
 import client  # isort: skip
 import crossover  # isort: skip
+import decode_latency  # isort: skip
 import report  # isort: skip
 import scenarios  # isort: skip
+import short  # isort: skip
 import soak  # isort: skip
 
 NAMES = sorted(path.stem for path in (LOADTEST / "scenarios").glob("*.json"))
@@ -99,6 +103,20 @@ def test_percentiles_are_ranks() -> None:
     assert capacity.percentile(values, 0.99) == 99
     assert capacity.percentile(values, 0.5) == 50
     assert capacity.percentile([7.0], 0.99) == 7
+
+
+def test_statistics_are_counted_from_locusts_final_report(tmp_path: Path) -> None:
+    times = {"E2E": {"120": 98, "15000": 2}, "TTFT": {"7": 1}}
+    entries = [
+        {"method": kind, "name": "n", "num_requests": sum(counts.values()), "num_failures": 1,
+         "response_times": counts}
+        for kind, counts in times.items()
+    ]  # fmt: skip
+    (tmp_path / "stats.json").write_text(json.dumps(entries))
+    assert short.summary(tmp_path / "stats.json") == {
+        "E2E": {"count": 100, "failed": 1, "p50": 120, "p99": 15000},
+        "TTFT": {"count": 1, "failed": 1, "p50": 7, "p99": 7},
+    }
 
 
 def test_poisson_arrivals_have_the_rate_and_spread_of_their_process() -> None:
@@ -224,6 +242,46 @@ def test_failures_are_recorded_and_not_raised() -> None:
     assert str(refused.error).startswith("status 400")
     assert streamed([(0, json.dumps({"error": "broken"}))], "chat").error == "broken"
     assert "Refused" in str(client.stream("http://127.0.0.1:9", "chat", {}, name="n").error)
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "words"),
+    [
+        (capacity, "--out x --label x --base-url http://127.0.0.1:9", ["--base-url", "no SGLang"]),
+        (capacity, "--out x --start nonsense", ["--start", "'nonsense'", "sparcas"]),
+        (capacity, "--out x --start dense --scenario nothing", ["--scenario", "shared_documents"]),
+        (soak, "--out x --method nonsense", ["--method", "'nonsense'", "kascade_sketch"]),
+        (soak, "--out x --base-url http://127.0.0.1:9", ["--base-url", "no SGLang server answers"]),
+        (decode_latency, "--label x --out x --base-url http://127.0.0.1:9", ["no SGLang server"]),
+        (report, "/nowhere", ["/nowhere holds no report"]),
+    ],
+)
+def test_wrong_arguments_end_with_one_line(
+    script: Any, line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in told for word in words), told
+
+
+def test_locust_refuses_an_unknown_scenario_before_it_starts() -> None:
+    command = [sys.executable, "-m", "locust", "-f", str(LOADTEST / "locustfile.py"), "--headless"]
+    command += ["--scenario", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no scenario 'nothing'; there are bursts, long_decode" in done.stderr
+
+
+def test_what_a_soak_asks_for_is_in_the_servers_unit() -> None:
+    def asked(least: float, most: float) -> list[Any]:
+        state = {"request_budget": {"unit": "u", "least": least, "most": most}}
+        return [options and options.get("budget") for options in soak.options_of(state)]
+
+    assert asked(49, 256) == [None, None, None, 49, 152]
+    assert asked(1e-6, 0.5) == [None, None, None, 1e-6, pytest.approx(0.25, abs=1e-5)]
 
 
 def test_growth_is_told_from_warming_up_and_wobble() -> None:
