@@ -101,7 +101,8 @@ def check_ranks(config: SparseConfig, layers: int, kv_heads: int, tp_size: int) 
                     tp_size,
                     "ranks that no head map crosses",
                     f"head {head} of layer {layer} takes the list of head {taken}, which another "
-                    f"rank has: run `sglang-sparse calibrate kascade --model PATH --tp {tp_size}`",
+                    f"rank has: run `sglang-sparse calibrate kascade --model PATH --tp {tp_size} "
+                    "--output configs/MODEL/kascade.json --report DIR`",
                 )
 
 

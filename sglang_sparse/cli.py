@@ -113,7 +113,9 @@ def show(
 @app.command(name="eval")
 def evaluate(
     base_url: Annotated[str, typer.Option(help="A running server with sparse attention.")],
-    out: Annotated[Path, typer.Option(help="Folder of the results; an evaluation goes on in it.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder of the results; an evaluation goes on in it.")
+    ] = Path("eval-results"),
     tasks: Annotated[str, typer.Option(help="Names separated by commas; empty for none.")] = (
         "single_key,multi_key,multi_value,passkey"
     ),
@@ -152,8 +154,10 @@ def evaluate(
             concurrency=concurrency,
         )
         evaluate_server(request)
-    except (ConfigError, RuntimeError) as error:
+    except ConfigError as error:
         raise _fail(str(error)) from error
+    except RuntimeError as error:
+        raise _fail(f"{error}; the same command goes on where this one ended") from error
 
 
 def _names(text: str) -> list[str]:

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from sglang_sparse.config import ConfigError, FractionBudget, MassBudget, SparseConfig, TokenBudget
 from sglang_sparse.config.axes import Choice
+from sglang_sparse.config.errors import shorten
 from sglang_sparse.launch import launch_of
 
 PARAMS = "custom_params"
@@ -95,23 +96,22 @@ def _allowed(config: SparseConfig) -> str:
 
 
 def _check_range(budget: float, config: SparseConfig) -> None:
-    where, key = f"{_WHERE}.budget", config.budget.key
     low, high = config.request_range
+    problem, remedy = "outside of what this server allows", "correct the request"
     if isinstance(high, int) and not isinstance(budget, int):
         problem = "not a whole number"
-    elif not low <= budget <= high:
-        problem = "outside of what this server allows"
-    else:
+    elif budget > high:
+        remedy = f"ask for less, or serve with a larger budget.max_{config.budget.key}"
+    elif budget >= low:
         return
-    remedy = f"ask for less, or serve with a larger budget.max_{key}"
-    raise _refused(where, budget, problem, _range_text(config), remedy)
+    raise _refused(f"{_WHERE}.budget", budget, problem, _range_text(config), remedy)
 
 
 def _wrong_shape(error: ValidationError, value: object, config: SparseConfig) -> ConfigError:
     detail = error.errors(include_url=False)[0]
     if not detail["loc"]:
         return _refused(_WHERE, value, "not an object", _allowed(config))
-    key = str(detail["loc"][0])
+    key = shorten(str(detail["loc"][0]))
     unknown = detail["type"] == "extra_forbidden"
     problem = "not a key" if unknown else "of the wrong type or value"
     return _refused(f"{_WHERE}.{key}", detail["input"], problem, _allowed(config))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Server:
         self.base_url = base_url.rstrip("/")
         try:
             self.info: dict[str, Any] = self._call("/server_info")
-        except (OSError, ValueError) as error:
+        except (RuntimeError, ValueError) as error:
             raise self._refuse(f"no SGLang server answered ({error})") from error
         states = self.info.get("internal_states") or [{}]
         if "sparse" not in states[0]:
@@ -46,7 +47,7 @@ class Server:
             flag="--base-url",
             value=self.base_url,
             problem=problem,
-            allowed="the address of a running SGLang server with --attention-backend sparse",
+            allowed="the address, without /v1, of a running server with --attention-backend sparse",
             remedy="start one, for example with `make serve`",
         )
 
@@ -60,6 +61,8 @@ class Server:
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             raise RuntimeError(f"{path} answered {error.code}: {text[:500]}") from error
+        except (OSError, HTTPException) as error:
+            raise RuntimeError(f"{path} was not answered ({error})") from error
 
     @property
     def tokenizer_path(self) -> str:

@@ -17,6 +17,7 @@ from sglang_sparse.evaluate.arms import make_arms
 from sglang_sparse.evaluate.client import Server
 from sglang_sparse.evaluate.journal import Journal
 from sglang_sparse.evaluate.run import Plan, check_tasks, run
+from sglang_sparse.tasks import TASKS
 from sglang_sparse.tasks.registry import MAX_LENGTH, MIN_LENGTH
 
 
@@ -43,10 +44,18 @@ def evaluate_server(request: Request) -> None:
 
     Raises:
         ConfigError: an argument is wrong; one line.
-        RuntimeError: the server refused a request.
+        RuntimeError: the server refused a request, or ended.
     """
     lengths = _lengths(request.lengths)
     check_tasks(request.tasks)
+    if not (request.tasks or request.text or request.lm_eval):
+        raise ConfigError(
+            flag="--tasks",
+            value="",
+            problem="there is nothing to ask",
+            allowed=f"some of {', '.join(TASKS)}; or --text, or --lm-eval",
+            remedy="name some",
+        )
     if request.text is not None and not request.text.is_file():
         raise ConfigError(
             flag="--text",

@@ -63,7 +63,7 @@ def run(plan: Plan, server: Server, encoder: Encoder, arms: list[Arm], journal: 
 
     Raises:
         ConfigError: the text is too short, or the server cannot force tokens.
-        RuntimeError: the server refused a request.
+        RuntimeError: the server refused a request, or ended.
     """
     jobs = [job for job in _jobs(plan, server, encoder, arms) if job[0] not in journal]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

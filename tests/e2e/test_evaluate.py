@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,47 @@ def test_wrong_arguments_are_refused_in_one_line(
     assert done.exit_code == 2
     for word in words:
         assert word in done.output
+
+
+def test_an_address_with_v1_and_nothing_to_ask_are_refused(
+    live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line, words in (
+        (["--base-url", f"{live.url}/v1"], ["--base-url", "answered 404", "without /v1"]),
+        (["--base-url", live.url, "--tasks", ""], ["--tasks", "nothing to ask", "passkey"]),
+    ):
+        done = RUN.invoke(app, ["eval", *line])
+        assert done.exit_code == 2
+        for word in words:
+            assert word in done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_server_that_ends_is_told_and_the_evaluation_goes_on_later(
+    live: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = tmp_path / "eval", urllib.request.urlopen
+    changes = {"tasks": "passkey", "budgets": "128", "count": "1", "concurrency": "1"}
+    changes |= {"lengths": "300", "decoded": "2"}
+    chats = []
+
+    def ends(request: urllib.request.Request, timeout: float) -> Any:
+        chats.extend([1] * request.full_url.endswith("/chat/completions"))
+        if len(chats) == 2:
+            raise ConnectionResetError("the server is gone")
+        return asked(request, timeout=timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(urllib.request, "urlopen", ends)
+        done = RUN.invoke(app, arguments(live, out, **changes))
+    assert done.exit_code == 2
+    assert "the server is gone" in done.output
+    assert "the same command goes on" in done.output
+    assert len((out / "journal.jsonl").read_text().splitlines()) == 1
+    assert RUN.invoke(app, arguments(live, out, **changes)).exit_code == 0
+    # Two answers, two windows of the text.
+    assert len((out / "journal.jsonl").read_text().splitlines()) == 4
 
 
 def test_another_evaluation_needs_another_folder(live: LiveServer, tmp_path: Path) -> None:

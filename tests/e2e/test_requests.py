@@ -142,6 +142,7 @@ MALFORMED: dict[str, tuple[tuple[str, Any], list[str]]] = {
     "a share for tokens": (generate({"sparse": {"budget": 0.1}}), ["0.1", "whole", RANGE]),
     "too small a budget": (generate({"sparse": {"budget": 48}}), ["sparse.budget 48", RANGE]),
     "too large a budget": (generate({"sparse": {"budget": 32769}}), ["32769", RANGE, "max_tokens"]),
+    "a key of a megabyte": (generate({"sparse": {"k" * 10**6: 1}}), ["sparse.kkk", "not a key"]),
     "a huge budget": (generate({"sparse": {"budget": 10**18}}), ["sparse.budget 10", RANGE]),
     "dense with a budget": (
         generate({"sparse": {"mode": "dense", "budget": 128}}),
@@ -191,6 +192,7 @@ def test_a_malformed_request_gets_a_400_and_the_server_lives_on(server: Server, 
     assert status == 400, text
     for word in words:
         assert word in text, text
+    assert len(text) < 2000
     assert live.is_alive()
     status, text = post(live, *generate({"sparse": {"budget": 128}}))
     assert status == 200, text

@@ -7,7 +7,9 @@ import argparse
 import copy
 
 import pytest
+from typer.testing import CliRunner
 
+from sglang_sparse.cli import app
 from sglang_sparse.config import ConfigError, SparseConfig, StepCadence, load_preset
 
 
@@ -121,8 +123,11 @@ def test_a_head_map_may_not_cross_ranks(heads: list[int], most_ranks: int) -> No
 
     check_ranks(mapped(heads), 2, 4, most_ranks)
     check_ranks(mapped([3, 2, 1, 0]), 2, 4, 1)
-    with pytest.raises(ConfigError, match="calibrate kascade --model PATH --tp 2"):
+    with pytest.raises(ConfigError, match="calibrate kascade --model PATH --tp 2") as refused:
         check_ranks(mapped([3, 2, 1, 0]), 2, 4, 2)
+    # The command is whole: what it lacks is the model.
+    command = str(refused.value).split("`")[1].replace("PATH", "/nowhere").split()
+    assert "error: --model /nowhere: " in CliRunner().invoke(app, command[1:]).output
 
 
 def test_one_list_for_all_heads_may_not_be_split_over_ranks() -> None:

@@ -50,8 +50,8 @@ def test_the_range_ends_at_what_is_always_kept_and_at_the_servers_limit() -> Non
     least = TOKENS.least_tokens
     for budget in (least, 4096):
         assert parse({"sparse": {"budget": budget}}, TOKENS).budget == TokenBudget(tokens=budget)
-    for budget in (least - 1, 4097):
-        with pytest.raises(ConfigError, match=f"allowed: {least} to 4096 "):
+    for budget, remedy in ((least - 1, "correct the request"), (4097, "ask for less")):
+        with pytest.raises(ConfigError, match=rf"allowed: {least} to 4096 \(tokens\); {remedy}"):
             parse({"sparse": {"budget": budget}}, TOKENS)
     unlimited = config_of(TokenBudget(tokens=512))
     with pytest.raises(ConfigError, match=f"{least} to 512 .*max_tokens"):
@@ -66,6 +66,7 @@ def test_the_range_ends_at_what_is_always_kept_and_at_the_servers_limit() -> Non
         ({"sparse": None}, ["custom_params.sparse None", "not an object"]),
         ({"sparse": {"mode": "denes"}}, ["sparse.mode denes", "mode sparse or dense"]),
         ({"sparse": {"bugdet": 9}}, ["sparse.bugdet 9", "not a key", "to 4096"]),
+        ({"sparse": {"k\n" * 9999: 1}}, ["sparse.k k k", "k... 1: not a key"]),
         ({"sparse": {"budget": "512"}}, ["sparse.budget 512", "wrong type"]),
         ({"sparse": {"budget": True}}, ["sparse.budget True", "wrong type"]),
         ({"sparse": {"budget": [512]}}, ["sparse.budget [512]", "wrong type"]),
@@ -98,8 +99,8 @@ def test_a_share_of_the_mass_may_be_asked_for_below_the_servers_limit() -> None:
     assert parse({"sparse": {"budget": 0.5}}, server).budget == mass.asked(0.5)
     wider = config_of(MassBudget(epsilon=0.9, max_epsilon=1.0, cap=4096))
     assert parse({"sparse": {"budget": 1}}, wider).budget == mass.asked(1.0)
-    for budget in (0, 0.91, math.nan):
-        with pytest.raises(ConfigError, match=r"1e-06 to 0\.9 \(epsilon\).*max_epsilon"):
+    for budget, remedy in ((0, "correct"), (0.91, "max_epsilon"), (math.nan, "correct")):
+        with pytest.raises(ConfigError, match=rf"1e-06 to 0\.9 \(epsilon\); .*{remedy}"):
             parse({"sparse": {"budget": budget}}, server)
 
 
