@@ -97,10 +97,10 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
-    "kascade-everything": (
+    "kascade-sketch-everything": (
         [
             *SPARSE,
-            "kascade",
+            "kascade_sketch",
             *("--sparse-config", json.dumps(EVERYTHING | {"prefill": ALL_TILES})),
             *("--chunked-prefill-size", "4096"),
         ],

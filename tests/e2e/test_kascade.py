@@ -25,7 +25,7 @@ def answers_one_by_one(live: LiveServer, prompts: list[list[int]]) -> list[list[
     return found
 
 
-@pytest.mark.parametrize("name", ["kascade-everything", "kascade-heads-everything"])
+@pytest.mark.parametrize("name", ["kascade-sketch-everything", "kascade-heads-everything"])
 def test_budgets_above_the_context_give_the_dense_answers(
     server: Server, prompts: list[list[int]], name: str
 ) -> None:
