@@ -19,7 +19,7 @@ import torch
 
 from sglang_sparse.config import load_preset
 from sglang_sparse.reference.export import load
-from sglang_sparse.reference.policies import WINDOW, Policy
+from sglang_sparse.reference.policies import Policy
 from sglang_sparse.reference.study import Study
 from sglang_sparse.reference.tiles import TilePrefill
 from sglang_sparse.tasks import FileEncoder
@@ -28,8 +28,9 @@ TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking", "single
 FRACTIONS = (0.1, 0.2)
 SWEEP = (0.025, 0.05, 0.4)
 MAPPED = ("kascade", "kascade_unmapped")
-COMPARED = (*MAPPED, "kascade_all_heads", "kascade_sketch", "sparcas", "page_minmax", "oracle")
+SELECTING = (*MAPPED, "kascade_all_heads", "kascade_sketch", "sparcas", "page_minmax", "oracle")
 FLOOR = 128  # tokens, as the preset's
+SINK = 4  # tokens of the window's that are the prompt's first
 LAYERS = 6
 DENSE_FRACTION = 1.0  # of a prefill that is not sparse
 
@@ -57,6 +58,7 @@ def methods(length: int, fraction: float) -> dict[str, Policy]:
         "sparcas": Policy("sparcas", budget, dense_layers=1),
         "page_minmax": Policy("page_minmax", budget, dense_layers=1),
         "oracle": Policy("oracle", budget),
+        "window": Policy("window", budget, sink=SINK, recent=budget - SINK),
     }
 
 
@@ -68,8 +70,8 @@ class KascadeStudy:
         self._done = {_key(cell) for cell in study.result["cells"]}
 
     def decode(self, length: int, fractions: Sequence[float], *, dense: bool) -> None:
-        """Every method over a dense prefill; dense and window too, if asked."""
-        chosen = [("dense", 0.0, Policy()), ("window", 0.0, WINDOW)] if dense else []
+        """Every method over a dense prefill; dense too, if asked."""
+        chosen = [("dense", 0.0, Policy())] if dense else []
         for fraction in fractions:
             chosen += [(name, fraction, p) for name, p in methods(length, fraction).items()]
         for task in self.tasks:
@@ -134,7 +136,7 @@ def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
     panels = figure.subplots(1, len(lengths), squeeze=False)[0]
     for axes, length in zip(panels, lengths, strict=True):
         here = [c for c in cells if c["length"] == length]
-        for name in COMPARED:
+        for name in (*SELECTING, "window"):
             points = []
             for fraction in sorted({c["fraction"] for c in here if c["method"] == name}):
                 found = [c["exact"] for c in here
@@ -143,12 +145,11 @@ def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
                 if found:
                     points.append((100 * fraction, 100 * sum(found) / len(found)))
             if points:
-                axes.plot(*zip(*points, strict=True), "o-", label=name)
-        for name, style in (("dense", "-"), ("window", "--")):
-            found = [c["exact"] for c in here if c["method"] == name]
-            if found:
-                level = 100 * sum(found) / len(found)
-                axes.axhline(level, color="0.5", ls=style, label=name)
+                style = {} if name in SELECTING else {"color": "0.5", "ls": "--"}
+                axes.plot(*zip(*points, strict=True), marker="o", label=name, **style)
+        found = [c["exact"] for c in here if c["method"] == "dense"]
+        if found:
+            axes.axhline(100 * sum(found) / len(found), color="0.5", label="dense")
         axes.set(xlabel="% of the context kept", title=f"{length // 1024}K", ylim=(-3, 103))
         axes.set_xscale("log")
         shares = sorted({100 * c["fraction"] for c in here} - {0.0})

@@ -145,8 +145,8 @@ def test_a_study_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Monk
     kascade.main()
     cells = json.loads(out.read_text())["cells"]
     keys = [(c["method"], c["fraction"], c["prefill_fraction"]) for c in cells]
-    # Dense and window, seven methods and two over a sparse prefill at two fractions.
-    assert len(keys) == len(set(keys)) == 2 + 2 * (7 + 2)
+    # Dense, eight methods and two over a sparse prefill at two fractions.
+    assert len(keys) == len(set(keys)) == 1 + 2 * (8 + 2)
     assert len(measured) == len(keys) + 1
 
 
