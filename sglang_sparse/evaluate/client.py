@@ -74,13 +74,26 @@ class Server:
         return int(self._call("/v1/models")["data"][0]["max_model_len"])
 
     def encoder(self, path: str | None) -> Encoder:
-        """The tokenizer at `path`, or the one that the server says it uses."""
+        """The tokenizer at `path`, or the one that the server says it uses.
+
+        Raises:
+            ConfigError: it is not here, as may be when the server is elsewhere.
+        """
         where = path or self.tokenizer_path
         if (Path(where) / "tokenizer.json").is_file() or Path(where).is_file():
             return FileEncoder(where)
         from transformers import AutoTokenizer
 
-        return HuggingFaceEncoder(AutoTokenizer.from_pretrained(where))
+        try:
+            return HuggingFaceEncoder(AutoTokenizer.from_pretrained(where))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                flag="--tokenizer",
+                value=where,
+                problem=f"transformers cannot load it ({error})",
+                allowed="a folder with a tokenizer.json, or a name that transformers knows",
+                remedy="name the tokenizer of the served model",
+            ) from error
 
     def reply(self, messages: list[dict[str, str]], max_tokens: int, arm: Arm) -> str:
         """The greedy answer to a chat."""

@@ -56,14 +56,8 @@ def evaluate_server(request: Request) -> None:
             allowed=f"some of {', '.join(TASKS)}; or --text, or --lm-eval",
             remedy="name some",
         )
-    if request.text is not None and not request.text.is_file():
-        raise ConfigError(
-            flag="--text",
-            value=str(request.text),
-            problem="there is no such file",
-            allowed="a text file",
-            remedy="name one",
-        )
+    if request.text is not None:
+        _check_text(request.text)
     if find_spec("matplotlib") is None:
         raise ConfigError(
             flag="eval",
@@ -77,6 +71,7 @@ def evaluate_server(request: Request) -> None:
     arms = make_arms(request.budgets, server.state)
     tokenizer = request.tokenizer or server.tokenizer_path
     manager = harness.find_tasks(request.lm_eval, tokenizer, lengths)
+    encoder = server.encoder(request.tokenizer)
     settings = _settings(request, server, lengths)
     journal = Journal(request.out, settings)
     plan = Plan(
@@ -88,7 +83,7 @@ def evaluate_server(request: Request) -> None:
         decoded=request.decoded,
         concurrency=request.concurrency,
     )
-    run(plan, server, server.encoder(request.tokenizer), arms, journal)
+    run(plan, server, encoder, arms, journal)
     harness.run(
         manager,
         request.lm_eval,
@@ -115,6 +110,19 @@ def _lengths(text: str) -> tuple[int, ...]:
             remedy="correct it",
         )
     return lengths
+
+
+def _check_text(path: Path) -> None:
+    try:
+        path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            flag="--text",
+            value=str(path),
+            problem=f"it cannot be read ({error})",
+            allowed="a text file in UTF-8",
+            remedy="name one",
+        ) from error
 
 
 def _settings(request: Request, server: Server, lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -20,9 +20,18 @@ class Journal:
         """Open `folder`, or go on with it.
 
         Raises:
-            ConfigError: it holds an evaluation with other settings.
+            ConfigError: it cannot be made, or holds an evaluation with other settings.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                flag="--out",
+                value=str(folder),
+                problem=f"it cannot be made ({error.strerror})",
+                allowed="a folder, new or of an earlier run",
+                remedy="name another one",
+            ) from error
         self._path, kept = folder / "journal.jsonl", folder / "settings.json"
         if kept.exists() and json.loads(kept.read_text()) != settings:
             raise ConfigError(

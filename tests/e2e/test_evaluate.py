@@ -181,6 +181,8 @@ def test_a_missing_lm_eval_is_said_before_anything_is_asked(
         ({"budgets": "many"}, ["--budgets many", "to 32768"]),
         ({"lengths": "12"}, ["--lengths 12", "256 to"]),
         ({"text": "/no/such/file"}, ["--text /no/such/file"]),
+        ({"text": sys.executable}, ["--text", "cannot be read", "UTF-8"]),
+        ({"tokenizer": "/nowhere"}, ["--tokenizer /nowhere", "tokenizer.json"]),
         ({"lengths": "32000"}, ["--text", "too few"]),
         ({"tasks": "", "text": "/dev/null"}, ["--text /dev/null"]),
     ],

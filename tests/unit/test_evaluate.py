@@ -66,6 +66,8 @@ def test_half_a_line_of_a_killed_run_is_dropped(tmp_path: Path) -> None:
     assert [entry["index"] for entry in Journal(tmp_path, {"a": 1}).entries()] == [0, 1, 2]
     with pytest.raises(ConfigError, match="other settings"):
         Journal(tmp_path, {"a": 2})
+    with pytest.raises(ConfigError, match=r"--out .*journal\.jsonl: it cannot be made"):
+        Journal(tmp_path / "journal.jsonl", {"a": 1})
 
 
 def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
