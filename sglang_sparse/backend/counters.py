@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from sglang_sparse.backend.telemetry import LayerCounters
@@ -18,7 +20,7 @@ class DecodeCounters:
 
     def __init__(self, *, unit: int, capacity_units: int, impl: Impl, device: torch.device) -> None:
         """All zeros. ``unit`` in tokens, ``capacity_units`` as the lists have it."""
-        self._settings = {"unit": unit, "capacity_units": capacity_units, "impl": impl}
+        self._add = partial(count_decode, unit=unit, capacity_units=capacity_units, impl=impl)
         self._sums = LayerCounters(COUNTS, (_BATCH,), device)
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(len(COUNTS), dtype=torch.int64, pin_memory=on_gpu)
@@ -29,7 +31,7 @@ class DecodeCounters:
     def count(self, plan: DecodePlan, budgets: torch.Tensor) -> None:
         """Add one decode step; runs where the plan was made, on the forward stream."""
         row = self._sums.row(_BATCH)
-        count_decode(plan, budgets, row, **self._settings)  # type: ignore[arg-type]
+        self._add(plan, budgets, row)
         self.changed = True
         if self._asked:
             self._host.copy_(row, non_blocking=True)

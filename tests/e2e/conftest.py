@@ -93,7 +93,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "kascade",
             *("--sparse-config", json.dumps({"min_sparse_tokens": 64, "prefill": TILES})),
             *("--chunked-prefill-size", "256"),
-            "--disable-cuda-graph",
+            *("--enable-metrics", "--disable-cuda-graph"),
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),

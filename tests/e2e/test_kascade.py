@@ -76,6 +76,29 @@ def test_facts_far_back_are_found_with_a_tenth_of_the_context(
         assert seen["kernel_error"] < 1e-2, layer
 
 
+def test_metrics_tell_anchors_from_the_layers_that_reuse_their_lists(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live, prompt = server("kascade"), prompts[2][:700]
+    live.generate([prompt], 1)
+    before = live.metrics()
+    live.generate([prompt], TOKENS, ignore_eos=True)
+    after = live.metrics()
+    lengths = range(len(prompt) + 1, len(prompt) + TOKENS)  # the prefill makes the first token
+    # A tenth is less than the floor of 128 tokens; the token being decoded comes on top.
+    expected = {
+        "dense_select": (1, sum(lengths)),
+        "select": (4, 129 * len(lengths)),
+        "reuse": (1, 129 * len(lengths)),
+    }
+    for role, (layers, attended) in expected.items():
+        for name, tokens in (
+            ("kv_tokens_total", sum(lengths)),
+            ("kv_tokens_attended_total", attended),
+        ):
+            assert after[name, role] - before.get((name, role), 0) == layers * tokens, (name, role)
+
+
 def test_a_dense_request_takes_no_prefix_over_from_a_sparse_one(
     server: Server, prompts: list[list[int]]
 ) -> None:

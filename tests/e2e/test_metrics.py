@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from live_server import LiveServer
-from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_sparse.metrics import COUNTERS, PREFIX
 
@@ -45,19 +44,6 @@ SETTINGS = {
 def live(server: Callable[[str], LiveServer]) -> LiveServer:
     """A server with metrics."""
     return server("page_minmax")
-
-
-def scrape(live: LiveServer) -> dict[tuple[str, str], float]:
-    """Every sample of ours by name and the label that is not SGLang's."""
-    live.sparse_state()  # publishes what was counted
-    found = {}
-    for family in text_string_to_metric_families(live.call("/metrics")):
-        for sample in family.samples:
-            if sample.name.startswith("sglang_sparse:"):
-                own = [sample.labels[k] for k in ("role", "variant", "unit", "le", "plane")
-                       if k in sample.labels]  # fmt: skip
-                found[sample.name.removeprefix("sglang_sparse:"), "/".join(own)] = sample.value
-    return found
 
 
 def expected(
@@ -113,7 +99,7 @@ def test_metrics_of_a_scripted_run_are_the_counts_made_by_hand(
 ) -> None:
     live, setting = server(name), SETTINGS[name]
     live.flush()
-    before = scrape(live)
+    before = live.metrics()
     ids = [prompts[0][:400], prompts[5], prompts[10], prompts[9]]
     budgets: list[int | None] = [BUDGET, 128, BUDGET, None]
     asked: list[dict[str, Any]] = [{}, {"budget": 128}, {}, {"mode": "dense"}]
@@ -126,7 +112,7 @@ def test_metrics_of_a_scripted_run_are_the_counts_made_by_hand(
     for _ in range(2):  # the second time over shared prefixes
         answers = live.call("/generate", body)
         cached += sum(a["meta_info"]["cached_tokens"] for a in answers)
-    after = scrape(live)
+    after = live.metrics()
     changes = {key: after[key] - before.get(key, 0) for key in after}
     lengths = [len(p) for p in ids]
     for key, count in expected(setting, list(zip(lengths, budgets, strict=True)) * 2).items():
@@ -153,7 +139,7 @@ def test_server_info_says_what_runs(live: LiveServer) -> None:
     assert state["request_budget"]["most"] == 32768
     assert state["request_budget"]["unit"] == "tokens"
     assert state["graphs"]["decode"] in ("captured", "off")
-    gauges = scrape(live)
+    gauges = live.metrics()
     for plane, size in state["plane_bytes"].items():
         assert size > 0
         assert gauges["plane_bytes", plane] == size

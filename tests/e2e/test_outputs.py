@@ -175,26 +175,14 @@ def test_rows_of_one_batch_may_ask_for_different_shares_of_the_mass(
 def test_what_was_reached_is_logged_and_exported(server: Server, prompts: list[list[int]]) -> None:
     live = server("psa")
     answers_one_by_one(live, prompts[:1])
-    layers = live.sparse_state()["progress"]  # publishes what was counted
-    lines = live.call("/metrics").splitlines()
+    layers, metrics = live.sparse_state()["progress"], live.metrics()
     for layer, sums in layers.items():
         for name in ("blocks", "share_millionths", "cap_hits"):
-            found = [
-                line
-                for line in lines
-                if line.startswith(f"sglang_sparse:mass_{name}_total{{")
-                and f'layer="{layer}"' in line
-            ]
-            assert [float(line.rsplit(" ", 1)[1]) for line in found] == [sums[name]], (layer, name)
-    attended = [
-        float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith("sglang_sparse:kv_tokens_attended_total") and 'role="select"' in line
-    ]
+            assert metrics[f"mass_{name}_total", layer] == sums[name], (layer, name)
     blocks = sum(sums["blocks"] for sums in layers.values()) / KV_HEADS
     lists = sum(sums["pairs"] for sums in layers.values()) / KV_HEADS
     # Blocks of 32 tokens, the last of them partly filled, and the token being decoded.
-    assert abs(attended[0] - 32 * blocks) <= 32 * lists
+    assert abs(metrics["kv_tokens_attended_total", "select"] - 32 * blocks) <= 32 * lists
     assert "Sparse decode, #lists: " in live.log.read_text()
 
 

@@ -18,12 +18,15 @@ from typing import Any
 
 import scripts  # noqa: F401  isort: skip  # makes the load tests importable
 from machine import HAS_GPU
+from prometheus_client.parser import text_string_to_metric_families
 from server_host import Host
 
 from sglang_sparse.config import configs_dir
+from sglang_sparse.metrics import PREFIX
 
 MODEL = (configs_dir() / "reference" / "model").resolve()
 START_SECONDS = 240
+OWN_LABELS = ("role", "variant", "unit", "le", "plane", "layer")
 LAUNCH_SERVER = [sys.executable, "-m", "sglang.launch_server"]
 SGLANG = str(Path(sys.executable).with_name("sglang"))
 
@@ -161,6 +164,18 @@ class LiveServer:
         """The ``sparse`` block of ``/server_info``."""
         state: dict[str, Any] = self.call("/server_info")["internal_states"][0]["sparse"]
         return state
+
+    def metrics(self) -> dict[tuple[str, str], float]:
+        """Every sample of ours by its name and by the labels that are not SGLang's."""
+        self.sparse_state()  # publishes what was counted
+        found = {}
+        for family in text_string_to_metric_families(self.call("/metrics")):
+            for sample in family.samples:
+                name = sample.name.removeprefix(PREFIX)
+                if name != sample.name:
+                    labels = (sample.labels[key] for key in OWN_LABELS if key in sample.labels)
+                    found[name, "/".join(labels)] = sample.value
+        return found
 
 
 def token_ids(answers: list[dict[str, Any]]) -> list[list[int]]:
