@@ -225,6 +225,7 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
         and planes["wrong"] == 0
         and growth <= MOST_GROWTH_MIB,
         "method": state["method"],
+        "axes": state["axes"],
         "seconds": seconds,
         "requests": dict(outcome.done),
         "faults": outcome.faults[:20],
