@@ -54,11 +54,12 @@ def _plots(reports: list[dict[str, Any]]) -> str:
             style = ":" if name == "strict" else "--"
             gaps.axhline(1000 * limit, color=color, linestyle=style, linewidth=0.8)
     queues.axhline(2, color="grey", linestyle="--", linewidth=0.8)
-    gaps.set_ylabel("time between tokens, P99, ms (dotted: 5 x, dashed: 25 x)")
-    queues.set_ylabel("time in the queue, median, s")
+    gaps.set(ylabel="time between tokens, P99, ms", title="dotted: 5 x, dashed: 25 x")
+    queues.set(ylabel="time in the queue, median, s", title="dashed: 2 s")
     for axes in (gaps, queues):
         axes.set_xlabel("requests a second")
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.legend()
     gaps.set_yscale("log")
     bars = Figure(figsize=(10, 3), layout="constrained")
@@ -69,9 +70,10 @@ def _plots(reports: list[dict[str, Any]]) -> str:
         places = [i + number * width for i in range(len(names))]
         shown = axes.bar(places, [report["capacity"][n] for n in names], width,
                          label=report["label"])  # fmt: skip
-        axes.bar_label(shown, fmt="%.2f")
+        axes.bar_label(shown, fmt="%g")
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(names))], names)
     axes.set_ylabel("capacity, requests a second")
+    axes.margins(y=0.12)
     axes.legend()
     return _svg(bars) + _svg(figure)
 
