@@ -10,7 +10,17 @@ and only the units between them are searched before the last pass writes the lis
 import triton
 import triton.language as tl
 
-from .search import key_of, load_units, rankable, score_of, store_winners, winners
+from .search import (
+    FLOAT32_MAX,
+    count_reaching,
+    key_of,
+    load_units,
+    rankable,
+    reaching,
+    score_of,
+    store_winners,
+    winners,
+)
 
 DONE = tl.constexpr(4)  # column of a row's state: whether several programs have finished it
 
@@ -70,9 +80,26 @@ def sample_bounds(
     margin = 3.0 * tl.sqrt(middle * 4.0 * (1.0 - share)) + BLOCK
     rank_low = tl.minimum(middle + margin, BT).to(tl.int32)
     rank_high = tl.maximum(middle - margin, 1.0).to(tl.int32)
-    _, low = winners(b_s, o_u, float("-inf"), n - 1, rank_low, BT)
-    _, high = winners(b_s, o_u, low, n - 1, rank_high, BT)
-    return low, high
+    # Bounds a little wider cost less than counting on.
+    slack = (margin / 4).to(tl.int32)
+    forced = tl.sum((b_s == float("inf")).to(tl.int32))
+    least = tl.minimum(tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX)), FLOAT32_MAX)
+    most = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
+    count = count_reaching(b_s, least, BT)
+    low, count = reaching(b_s, least, count, most, forced, rank_low, rank_low + slack, BT)
+    low = _bound(b_s, low, count, forced, rank_low)
+    rank_high = tl.maximum(rank_high - slack, 1)
+    high, count = reaching(b_s, low, count, most, forced, rank_high, rank_high + slack, BT)
+    return low, _bound(b_s, high, count, forced, rank_high)
+
+
+@triton.jit
+def _bound(b_s, score, count, forced, k):
+    """The least score of ``b_s`` that reaches ``score``, which ``count`` do; +inf if k are, -inf if
+    fewer than k do. Where many are equal, both bounds come to the same score so."""
+    score = tl.min(tl.where(b_s >= score, b_s, float("inf")))
+    score = tl.where(count < k, float("-inf"), score)
+    return tl.where(forced >= k, float("inf"), score)
 
 
 @triton.jit

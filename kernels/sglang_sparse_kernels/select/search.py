@@ -12,16 +12,22 @@ SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 
 @triton.jit
+def free_scores(b_s, CLEAN: tl.constexpr):
+    """Scores of free units as they rank: NaN is -inf, -0 is +0, +inf is below forced units."""
+    if not CLEAN:
+        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
+        b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
+    return b_s
+
+
+@triton.jit
 def rankable(b_s, b_u, forced_below, free_below, n, CLEAN: tl.constexpr):
     """Scores of units ``b_u`` (of a block, its first) as they rank.
 
     Free are the units of [forced_below, free_below); the others are +inf below ``n``, where they
-    are forced, and -inf from there on. Of the free ones NaN is -inf and -0 is +0; ``CLEAN`` scores
-    hold neither, nor +inf.
+    are forced, and -inf from there on. ``CLEAN`` scores hold neither NaN nor -0 nor +inf.
     """
-    if not CLEAN:
-        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
-        b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
+    b_s = free_scores(b_s, CLEAN)
     free = (b_u >= forced_below) & (b_u < free_below)
     return tl.where(free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
 
@@ -73,6 +79,37 @@ def log_ratio(count, k):
 
 
 @triton.jit
+def reaching(b_s, low, count_lo, high, forced, k, most, SIZE: tl.constexpr):
+    """(a score that at least k of ``SIZE`` scores reach, how many do).
+
+    At most ``most`` do unless many are equal. ``count_lo`` reach ``low``; if that is fewer than k,
+    both are returned. ``high`` is the largest score but for ``forced`` ones that are +inf.
+    """
+    lo = key_of(low)
+    hi = tl.where((forced < k) & (count_lo > most), key_of(high), lo)
+    weight_lo = tl.abs(log_ratio(count_lo, k))
+    weight_hi = tl.abs(log_ratio(forced, k))
+    side = tl.full((), 0, tl.int32)
+    step = tl.full((), 0, tl.int32)
+    while (lo < hi) & (step < 12):
+        middle = probe(lo, hi, weight_lo, weight_hi, step)
+        count = count_reaching(b_s, score_of(middle), SIZE)
+        weight = tl.abs(log_ratio(count, k))
+        up = count >= k
+        moved = tl.where(up, 1, -1)
+        stale = tl.where(moved == side, 0.5, 1.0)
+        weight_lo = tl.where(up, weight, weight_lo * stale)
+        weight_hi = tl.where(up, weight_hi * stale, weight)
+        count_lo = tl.where(up, count, count_lo)
+        lo = tl.where(up, middle, lo)
+        hi = tl.where(up, hi, middle - 1)
+        hi = tl.where(up & (count <= most), lo, hi)
+        side = moved
+        step += 1
+    return score_of(lo), count_lo
+
+
+@triton.jit
 def _cut_ties(b_tie, last, ties, need):
     """Smallest index up to which ``need`` of the indices in ``b_tie`` lie; others are INT_MAX."""
     lo = tl.full((), -1, tl.int32)
@@ -112,6 +149,18 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
 @triton.jit
 def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
     """As :func:`winners` with the count of scores that are +inf; from k on it may be too high."""
+    score, above, reach = kth_best(b_s, floor, forced, k, SIZE)
+    cut = last
+    if reach != k:
+        b_tie = tl.where(b_s == score, b_i, 2147483647)
+        cut = _cut_ties(b_tie, last, reach - above, k - above)
+    return (b_s > score) | ((b_s == score) & (b_i <= cut)), score
+
+
+@triton.jit
+def kth_best(b_s, floor, forced, k, SIZE: tl.constexpr):
+    """(a score that k of ``SIZE`` scores reach or, if equal ones decide, the k-th best; how many are
+    above the k-th best then; how many reach it). See :func:`search_winners`."""
     low = floor
     if floor == float("-inf"):
         low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
@@ -163,11 +212,7 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
         score = float("inf") + tl.zeros_like(score)
         above = tl.full((), 0, tl.int32)
         count_lo = forced
-    cut = last
-    if count_lo != k:
-        b_tie = tl.where(b_s == score, b_i, 2147483647)
-        cut = _cut_ties(b_tie, last, count_lo - above, k - above)
-    return (b_s > score) | ((b_s == score) & (b_i <= cut)), score
+    return score, above, count_lo
 
 
 @triton.jit

@@ -26,9 +26,8 @@ from .search import (
     forced_of,
     key_of,
     load_units,
-    log_ratio,
-    probe,
     rankable,
+    reaching,
     score_of,
     search_winners,
 )
@@ -86,28 +85,8 @@ def _floor(
     low = tl.minimum(low, FLOAT32_MAX)
     high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
     count_lo = count_reaching(b_s, low, SIZE)
-    lo = key_of(low)
-    hi = tl.where((forced < k) & (count_lo > most), key_of(high), lo)
-    weight_lo = tl.abs(log_ratio(count_lo, k))
-    weight_hi = tl.abs(log_ratio(forced, k))
-    side = tl.full((), 0, tl.int32)
-    step = tl.full((), 0, tl.int32)
-    while (lo < hi) & (step < 12):
-        middle = probe(lo, hi, weight_lo, weight_hi, step)
-        count = count_reaching(b_s, score_of(middle), SIZE)
-        weight = tl.abs(log_ratio(count, k))
-        up = count >= k
-        moved = tl.where(up, 1, -1)
-        stale = tl.where(moved == side, 0.5, 1.0)
-        weight_lo = tl.where(up, weight, weight_lo * stale)
-        weight_hi = tl.where(up, weight_hi * stale, weight)
-        count_lo = tl.where(up, count, count_lo)
-        lo = tl.where(up, middle, lo)
-        hi = tl.where(up, hi, middle - 1)
-        hi = tl.where(up & (count <= most), lo, hi)
-        side = moved
-        step += 1
-    return tl.where(count_lo < k, float("-inf"), score_of(lo)), count_lo > k + k // 2
+    low, count_lo = reaching(b_s, low, count_lo, high, forced, k, most, SIZE)
+    return tl.where(count_lo < k, float("-inf"), low), count_lo > k + k // 2
 
 
 @triton.jit

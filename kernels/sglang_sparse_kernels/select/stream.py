@@ -15,18 +15,21 @@ import triton.language as tl
 
 from ..plan import DecodePlan
 from .alone import DONE, sample_bounds, stream_topk_kernel, streamed_row
-from .search import key_of, load_units, rankable, score_of, store_winners, winners
+from .search import free_scores, key_of, kth_best, rankable, score_of
 from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 
 STREAM_UNITS, STREAM_WARPS = 8192, 16
 BOUNDS_WARPS = SEARCH_WARPS = 8
-PART_UNITS, PART_BLOCK, PART_WARPS = 1024, 4, 2
-# Units between the bounds that a part may list, and as many as the search takes in less time.
-MOST_OPEN, FEW_OPEN = 512, 256
+PART_UNITS, PART_WARPS = 512, 1
+# Units between the bounds: what a part may list, and what all parts together may. Lists are
+# searched by chunks, in the first launch that they fit.
+MOST_OPEN, CHUNK = 512, 32
+FEW_LISTED, MOST_LISTED = 8192, 16384
 
-# Columns of a row's state: bounds, the k-th best score, then of each part: units above, units
-# between, where its winners go, how many units that equal the k-th best win.
-_LOW, _HIGH, _SCORE, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 8))
+# Columns of a row's state: bounds, the k-th best score, how many that equal it win, then of each
+# part: units above the bounds, units between, and, up to its end, units above the k-th best and
+# units equal to it.
+_LOW, _HIGH, _SCORE, _TIES, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 8))
 
 
 @triton.jit
@@ -73,6 +76,46 @@ def _part(n, BT: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
+def _load_tile(
+    p_scores,
+    i_t,
+    n,
+    forced_below,
+    free_below,
+    BT: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """(scores, units) [BT / 16, 4, 4] of a tile, in order; NaN past the end."""
+    o_q = tl.arange(0, BT // 16)[:, None] * 16 + tl.arange(0, 4)[None, :] * 4
+    o_q += i_t * BT
+    o_u = o_q[:, :, None] + tl.arange(0, 4)[None, None, :]
+    m_u = (o_q < n)[:, :, None]
+    if not WHOLE:
+        m_u &= o_u < n
+    b_s = tl.load(p_scores + o_u, mask=m_u)
+    if (i_t * BT >= forced_below) & (i_t * BT + BT <= free_below):
+        b_s = free_scores(b_s, CLEAN)
+    else:
+        b_s = rankable(b_s, o_u, forced_below, free_below, n, CLEAN)
+        b_s = tl.where(o_u < n, b_s, float("nan"))
+    return b_s, o_u
+
+
+@triton.jit
+def _ranks(b_m):
+    """(how many of a tile's flags are set before each, in order; how many are set)."""
+    b_m = b_m.to(tl.int32)
+    o_8 = tl.arange(0, 4) * 8
+    # Bytes of a word count the flags of a lane up to each four: a scan would cross the lanes.
+    b_upto = tl.sum(tl.sum(b_m, 2) << o_8[None, :], 1) * 0x01010101
+    b_lane = b_upto >> 24
+    b_first = (tl.cumsum(b_lane, 0) - b_lane)[:, None]
+    b_first += ((b_upto << 8)[:, None] >> o_8[None, :]) & 255
+    return b_first[:, :, None] + tl.cumsum(b_m, 2) - b_m, tl.sum(b_lane)
+
+
+@triton.jit
 def partition_kernel(
     scores,
     lists,
@@ -91,15 +134,15 @@ def partition_kernel(
     BB: tl.constexpr,
     BU: tl.constexpr,
     BT: tl.constexpr,
-    PB: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Count a part's units above the bounds; list those between them, and count them."""
-    streamed, tokens, n, _ = streamed_row(
+    """Count a part's units above the bounds; list the scores between them, and count them."""
+    streamed, tokens, n, k = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     if streamed:
@@ -109,113 +152,125 @@ def partition_kernel(
         p_state = state + i_rh * COLUMNS
         p_list = lists + i_rh * list_blocks + i_s * most_open
         low, high = score_of(tl.load(p_state + _LOW)), score_of(tl.load(p_state + _HIGH))
-        ROWS: tl.constexpr = BT // PB
-        above = tl.full((), 0, tl.int32)
+        b_above = tl.zeros((BT // 16,), tl.int32)
         listed = tl.full((), 0, tl.int32)
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
-            o_b = i_t * ROWS + tl.arange(0, ROWS)
-            b_s, o_u = load_units(
-                scores + i_rh * width, o_b, o_b * PB < n, n, forced_below, free_below, PB,
-                WHOLE, CLEAN,
-            )  # fmt: skip
-            above += tl.sum((b_s > high).to(tl.int32))
-            b_open = (b_s >= low) & (b_s <= high) & (o_u < n)
-            listed = store_winners(p_list, b_open, o_u, listed, most_open)
-        tl.store(p_state + _PARTS + i_s, above)
+            b_s, o_u = _load_tile(
+                scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE, CLEAN
+            )
+            b_above += tl.sum(tl.sum((b_s > high).to(tl.int32), 2), 1)
+            b_open = (b_s >= low) & (b_s <= high)
+            b_rank, opened = _ranks(b_open)
+            m_w = b_open & (listed + b_rank < most_open)
+            tl.store(p_list + listed + b_rank, b_s.to(tl.int32, bitcast=True), mask=m_w)
+            listed += opened
+        # What fills up the last chunk never wins.
+        o_w = listed + tl.arange(0, CHUNK)
+        m_w = o_w < tl.minimum(tl.cdiv(listed, CHUNK) * CHUNK, most_open)
+        b_fill = tl.full((CHUNK,), float("-inf"), tl.float32).to(tl.int32, bitcast=True)
+        tl.store(p_list + o_w, b_fill, mask=m_w)
+        tl.store(p_state + _PARTS + i_s, tl.sum(b_above))
         tl.store(p_state + _PARTS + SPLITS + i_s, listed)
 
 
 @triton.jit
 def _search(
-    p_scores,
     p_list,
-    b_open,
+    b_chunks,
     k,
-    n,
-    forced_below,
-    free_below,
+    low,
     most_open,
-    BC: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
-    """(k-th best of the listed units, at most ``BC`` of each part; how many of it each part takes,
-    and how many above it)."""
-    o_s, o_c = tl.arange(0, SPLITS), tl.arange(0, BC)
-    m_c = o_c[None, :] < b_open[:, None]
-    # [SPLITS, BC]
-    b_u = tl.load(p_list + o_s[:, None] * most_open + o_c[None, :], mask=m_c, other=2147483647)
-    b_s = tl.load(p_scores + b_u, mask=m_c, other=float("-inf"))
-    b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
-    b_win, score = winners(b_s, b_u, float("-inf"), n - 1, k, SPLITS * BC)
-    b_tied = tl.sum((b_win & m_c & (b_s == score)).to(tl.int32), 1)
-    return score, b_tied, tl.sum((b_s > score).to(tl.int32), 1)
+    """(k-th best of the listed scores; of all parts up to each: how many are above, how many equal).
 
+    ``SIZE`` scores fit; ``low`` is one that at least k reach.
+    """
+    o_c, o_i = tl.arange(0, SIZE // CHUNK), tl.arange(0, CHUNK)
+    # [SPLITS]: chunks of the parts up to each one
+    b_end = tl.cumsum(b_chunks, 0)
+    # [SIZE / CHUNK]: where chunks lie, one list after the other
+    b_skip = tl.where(o_c[:, None] >= b_end[None, :], most_open // CHUNK - b_chunks[None, :], 0)
+    b_at = (o_c + tl.sum(b_skip, 1)) * CHUNK
+    m_c = o_c < tl.sum(b_chunks)
+    # [SIZE / CHUNK, CHUNK]; bits of -inf
+    b_s = tl.load(p_list + b_at[:, None] + o_i[None, :], mask=m_c[:, None], other=-8388608)
+    b_s = b_s.to(tl.float32, bitcast=True)
+    forced = tl.sum((b_s == float("inf")).to(tl.int32))
+    score, _, _ = kth_best(b_s, low, forced, k, SIZE)
+    # Both counts in one word, up to each chunk, then up to the last one of each part
+    b_count = (b_s > score).to(tl.int32) + ((b_s == score).to(tl.int32) << 16)
+    b_upto = tl.cumsum(tl.sum(b_count, 1), 0)
+    b_upto = tl.where(b_end > 0, tl.gather(b_upto, tl.maximum(b_end - 1, 0), 0), 0)
+    return score, b_upto & 65535, b_upto >> 16
 
 @triton.jit
 def threshold_kernel(
-    scores,
     lists,
     state,
     tail_start,
     k_units,
     reselect,
-    width,
     list_blocks,
     most_open,
     least,
     capacity,
-    sink,
-    recent,
     H: tl.constexpr,
     UNIT: tl.constexpr,
     BB: tl.constexpr,
     BU: tl.constexpr,
-    BC: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Search the units between the bounds; say where the winners of each part go.
 
-    Takes the rows of whose parts one lists more than ``least`` units, and none more than ``BC``.
+    Takes the rows whose lists fill more than ``least`` slots and at most ``SIZE``.
     """
-    streamed, tokens, n, k = streamed_row(
+    streamed, _, _, k = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
-        forced_below = tl.cdiv(sink, UNIT)
-        free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
         p_state = state + i_rh * COLUMNS
+        p_list = lists + i_rh * list_blocks
         o_s = tl.arange(0, SPLITS)
         # [SPLITS]
         b_above = tl.load(p_state + _PARTS + o_s)
         b_open = tl.load(p_state + _PARTS + SPLITS + o_s)
         above = tl.sum(b_above)
-        most = tl.max(b_open)
-        low = tl.load(p_state + _LOW)
-        equal = low == tl.load(p_state + _HIGH)
-        if most > least:
+        b_chunks = tl.cdiv(b_open, CHUNK)
+        slots = tl.sum(b_chunks) * CHUNK
+        low = score_of(tl.load(p_state + _LOW))
+        equal = low == score_of(tl.load(p_state + _HIGH))
+        if slots > least:
             done = (above < k) & (k <= above + tl.sum(b_open))
-            done &= equal | (most <= tl.minimum(BC, most_open))
+            # What fills up chunks is -inf.
+            listed = (low > float("-inf")) & (tl.max(b_open) <= most_open) & (slots <= SIZE)
+            done &= equal | listed
             tl.store(p_state + DONE, done.to(tl.int32))
             if done:
-                # [SPLITS]: of equal units the first ones win
-                b_tied = tl.maximum(k - above - (tl.cumsum(b_open, 0) - b_open), 0)
-                b_tied = tl.minimum(b_tied, b_open)
-                score = score_of(low)
+                # [SPLITS]
+                b_over, b_tied = tl.zeros_like(b_open), tl.cumsum(b_open, 0)
+                score = low
                 if not equal:
-                    score, b_tied, b_over = _search(
-                        scores + i_rh * width, lists + i_rh * list_blocks, b_open, k - above, n,
-                        forced_below, free_below, most_open, BC, SPLITS, CLEAN,
-                    )  # fmt: skip
-                    b_above += b_over
-                b_taken = b_above + b_tied
+                    if slots <= SIZE // 2:
+                        score, b_over, b_tied = _search(
+                            p_list, b_chunks, k - above, low, most_open, SIZE // 2, CHUNK, SPLITS
+                        )
+                    else:
+                        score, b_over, b_tied = _search(
+                            p_list, b_chunks, k - above, low, most_open, SIZE, CHUNK, SPLITS
+                        )
+                b_over += tl.cumsum(b_above, 0)
                 tl.store(p_state + _SCORE, key_of(score))
-                tl.store(p_state + _PARTS + 2 * SPLITS + o_s, tl.cumsum(b_taken, 0) - b_taken)
+                tl.store(p_state + _TIES, k - tl.max(b_over))
+                tl.store(p_state + _PARTS + 2 * SPLITS + o_s, b_over)
                 tl.store(p_state + _PARTS + 3 * SPLITS + o_s, b_tied)
 
 
@@ -237,7 +292,6 @@ def write_kernel(
     BB: tl.constexpr,
     BU: tl.constexpr,
     BT: tl.constexpr,
-    PB: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -254,28 +308,29 @@ def write_kernel(
         forced_below = tl.cdiv(sink, UNIT)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
         i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
-        score = score_of(tl.load(p_state + _SCORE))
-        taken = tl.load(p_state + _PARTS + 2 * SPLITS + i_s)
-        tied = tl.load(p_state + _PARTS + 3 * SPLITS + i_s)
-        ROWS: tl.constexpr = BT // PB
+        key, ties = tl.load(p_state + _SCORE), tl.load(p_state + _TIES)
+        # Of the units that equal the k-th best, the first ones win.
+        p_upto = p_state + _PARTS + 2 * SPLITS + i_s
+        before = tl.load(p_upto + SPLITS - 1, mask=i_s > 0, other=0)
+        all_win = tl.load(p_upto + SPLITS) <= ties
+        taken = tl.load(p_upto - 1, mask=i_s > 0, other=0) + tl.minimum(before, ties)
+        ties = tl.maximum(ties - before, 0)
+        some_win = (ties > 0) & (not all_win)
+        score, least = score_of(key), score_of(key + (ties == 0).to(tl.int32))
+        p_out = out_indices + i_l * capacity
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
-            o_b = i_t * ROWS + tl.arange(0, ROWS)
-            b_s, o_u = load_units(
-                scores + i_rh * width, o_b, o_b * PB < n, n, forced_below, free_below, PB,
-                WHOLE, CLEAN,
-            )  # fmt: skip
-            b_win = b_s > score
-            b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
-            ties = tl.sum(b_tie)
-            if ties <= tied:
-                b_win |= b_tie != 0
-            elif tied > 0:
-                b_row = tl.sum(b_tie, 1)
-                b_rank = (tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_tie, 1)
-                b_win |= (b_tie != 0) & (b_rank <= tied)
-            tied -= tl.minimum(ties, tied)
-            taken = store_winners(out_indices + i_l * capacity, b_win, o_u, taken, k)
+            b_s, o_u = _load_tile(
+                scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE, CLEAN
+            )
+            b_win = b_s >= least
+            if some_win:
+                b_rank, tied = _ranks(b_s == score)
+                b_win &= (b_s > score) | (b_rank < ties)
+                ties -= tied
+            b_rank, wins = _ranks(b_win)
+            tl.store(p_out + taken + b_rank, o_u, mask=b_win)
+            taken += wins
 
 
 def stream_topk_triton(
@@ -299,7 +354,7 @@ def stream_topk_triton(
     """
     rows, heads, width = scores.shape
     capacity, list_blocks = out_indices.shape[2], workspace.blocks.shape[2]
-    most_open = min(list_blocks // STREAM_SPLITS, MOST_OPEN)
+    most_open = min(list_blocks // STREAM_SPLITS, MOST_OPEN) // CHUNK * CHUNK
     row = (plan.tail_start, plan.k_units, plan.reselect)
     shapes = {
         "H": heads,
@@ -307,35 +362,33 @@ def stream_topk_triton(
         "BB": tile_blocks,
         "BU": tile_units,
         "BLOCK": BLOCK_UNITS,
-        "CLEAN": clean,
         "COLUMNS": workspace.state.shape[2],
     }
-    whole = width % BLOCK_UNITS == 0
-    tiles = {"BT": PART_UNITS, "PB": PART_BLOCK, "SPLITS": STREAM_SPLITS}
+    reads = {"WHOLE": width % BLOCK_UNITS == 0, "CLEAN": clean}
+    tiles = {"BT": PART_UNITS, "SPLITS": STREAM_SPLITS, "num_warps": PART_WARPS}
     parts = (rows * heads, STREAM_SPLITS)
     bounds_kernel[parts[:1]](
         scores, workspace.state, *row, width, capacity, sink, recent,
-        TILE=STREAM_UNITS, WHOLE=whole, num_warps=BOUNDS_WARPS, **shapes,
+        TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS, **reads, **shapes,
     )  # fmt: skip
     partition_kernel[parts](
         scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,
         sink, recent,
-        WHOLE=whole, num_warps=PART_WARPS, **tiles, **shapes,
+        CHUNK=CHUNK, **tiles, **reads, **shapes,
     )  # fmt: skip
     least = -1
-    for most in (FEW_OPEN, MOST_OPEN):
+    for most in (FEW_LISTED, MOST_LISTED):
         threshold_kernel[parts[:1]](
-            scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, least,
-            capacity, sink, recent,
-            BC=most, SPLITS=STREAM_SPLITS, num_warps=SEARCH_WARPS, **shapes,
+            workspace.blocks, workspace.state, *row, list_blocks, most_open, least, capacity,
+            SIZE=most, CHUNK=CHUNK, SPLITS=STREAM_SPLITS, num_warps=SEARCH_WARPS, **shapes,
         )  # fmt: skip
         least = most
     write_kernel[parts](
         scores, workspace.state, *row, plan.list_rows, out_indices, width, capacity, sink, recent,
-        WHOLE=whole, num_warps=PART_WARPS, **tiles, **shapes,
+        **tiles, **reads, **shapes,
     )  # fmt: skip
     stream_topk_kernel[parts[:1]](
         scores, workspace.blocks, workspace.state, *row, plan.list_rows, out_indices, width,
         list_blocks, capacity, sink, recent,
-        TILE=STREAM_UNITS, WHOLE=whole, num_warps=STREAM_WARPS, **shapes,
+        TILE=STREAM_UNITS, num_warps=STREAM_WARPS, **reads, **shapes,
     )  # fmt: skip

@@ -37,6 +37,8 @@ def random_scores(batch: Batch, kind: str, width: int) -> torch.Tensor:
     scores = batch.randn(*shape)
     if kind == "ties":
         scores = (scores * 2).round() / 2
+    elif kind == "grid":
+        scores = (scores * 16).round() / 16
     elif kind == "constant":
         scores.fill_(-1.5)
     elif kind == "none":
@@ -175,7 +177,8 @@ def test_tiles_of_any_size_give_the_same_lists(
 
 def small_streams(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
     """Rows of a thousand units in several parts of several tiles."""
-    small = {"STREAM_UNITS": 512, "PART_UNITS": 64, "FEW_OPEN": 4, "MOST_OPEN": 16} | sizes
+    small = {"STREAM_UNITS": 512, "PART_UNITS": 64, "CHUNK": 4, "MOST_OPEN": 16}
+    small |= {"FEW_LISTED": 128, "MOST_LISTED": 256} | sizes
     for name, value in small.items():
         monkeypatch.setattr(stream, name, value)
 
@@ -194,13 +197,16 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
 
 @pytest.mark.parametrize(
     ("kind", "few", "done"),
-    [("normal", 64, True), ("normal", 16, True), ("clustered", 64, False), ("constant", 64, True)],
+    [("grid", 1024, True), ("normal", 256, True), ("clustered", 256, False), ("constant", 256, True)],
 )
 def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
     kind: str, few: int, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
-    small_streams(monkeypatch, STREAM_UNITS=8192, PART_UNITS=256, FEW_OPEN=few, MOST_OPEN=64)
+    small_streams(
+        monkeypatch, STREAM_UNITS=8192, PART_UNITS=256, MOST_OPEN=64, FEW_LISTED=few,
+        MOST_LISTED=1024,
+    )  # fmt: skip
     batch = Batch([12_000], budget=1500, heads=1, capacity=1500, seed=8, dense_rows=())
     scores = random_scores(batch, kind, 12_000)
     workspace = make_topk_workspace(1, 1, 12_000, 1500, DEVICE)
