@@ -72,7 +72,7 @@ def sample_bounds(
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     o_b = (tl.arange(0, ROWS).to(tl.int64) * num_blocks // ROWS).to(tl.int32)
-    b_s, o_u = load_units(
+    b_s, _ = load_units(
         p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
     )
     share = k.to(tl.float32) / n

@@ -159,8 +159,8 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
 
 @triton.jit
 def kth_best(b_s, floor, forced, k, SIZE: tl.constexpr):
-    """(a score that k of ``SIZE`` scores reach or, if equal ones decide, the k-th best; how many are
-    above the k-th best then; how many reach it). See :func:`search_winners`."""
+    """(a score that k of ``SIZE`` scores reach, or the k-th best if equal ones decide; how many are
+    above it then; how many reach it). See :func:`search_winners`."""
     low = floor
     if floor == float("-inf"):
         low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))

@@ -142,7 +142,7 @@ def partition_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Count a part's units above the bounds; list the scores between them, and count them."""
-    streamed, tokens, n, k = streamed_row(
+    streamed, tokens, n, _ = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     if streamed:
@@ -156,7 +156,7 @@ def partition_kernel(
         listed = tl.full((), 0, tl.int32)
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
-            b_s, o_u = _load_tile(
+            b_s, _o_u = _load_tile(
                 scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE, CLEAN
             )
             b_above += tl.sum(tl.sum((b_s > high).to(tl.int32), 2), 1)
@@ -185,7 +185,7 @@ def _search(
     CHUNK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """(k-th best of the listed scores; of all parts up to each: how many are above, how many equal).
+    """(k-th best of the listed scores; how many are above it, up to each part; how many equal it).
 
     ``SIZE`` scores fit; ``low`` is one that at least k reach.
     """
@@ -206,6 +206,7 @@ def _search(
     b_upto = tl.cumsum(tl.sum(b_count, 1), 0)
     b_upto = tl.where(b_end > 0, tl.gather(b_upto, tl.maximum(b_end - 1, 0), 0), 0)
     return score, b_upto & 65535, b_upto >> 16
+
 
 @triton.jit
 def threshold_kernel(
@@ -299,7 +300,7 @@ def write_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Write a part's winners behind those of the parts before it."""
-    streamed, tokens, n, k = streamed_row(
+    streamed, tokens, n, _ = streamed_row(
         tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
     )
     i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)

@@ -197,7 +197,12 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
 
 @pytest.mark.parametrize(
     ("kind", "few", "done"),
-    [("grid", 1024, True), ("normal", 256, True), ("clustered", 256, False), ("constant", 256, True)],
+    [
+        ("grid", 1024, True),
+        ("normal", 256, True),
+        ("clustered", 256, False),
+        ("constant", 256, True),
+    ],
 )
 def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
     kind: str, few: int, done: bool, monkeypatch: pytest.MonkeyPatch
