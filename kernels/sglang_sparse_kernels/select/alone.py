@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 
 from .search import (
-    FLOAT32_MAX,
-    count_reaching,
     key_of,
+    kth_best,
     load_units,
     rankable,
-    reaching,
     score_of,
     store_winners,
     winners,
@@ -83,23 +81,10 @@ def sample_bounds(
     # Bounds a little wider cost less than counting on.
     slack = (margin / 4).to(tl.int32)
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
-    least = tl.minimum(tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX)), FLOAT32_MAX)
-    most = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
-    count = count_reaching(b_s, least, BT)
-    low, count = reaching(b_s, least, count, most, forced, rank_low, rank_low + slack, BT)
-    low = _bound(b_s, low, count, forced, rank_low)
+    low, _, _ = kth_best(b_s, float("-inf"), forced, rank_low, rank_low + slack, BT)
     rank_high = tl.maximum(rank_high - slack, 1)
-    high, count = reaching(b_s, low, count, most, forced, rank_high, rank_high + slack, BT)
-    return low, _bound(b_s, high, count, forced, rank_high)
-
-
-@triton.jit
-def _bound(b_s, score, count, forced, k):
-    """The least score of ``b_s`` that reaches ``score``, which ``count`` do; +inf if k are, -inf if
-    fewer than k do. Where many are equal, both bounds come to the same score so."""
-    score = tl.min(tl.where(b_s >= score, b_s, float("inf")))
-    score = tl.where(count < k, float("-inf"), score)
-    return tl.where(forced >= k, float("inf"), score)
+    high, _, _ = kth_best(b_s, low, forced, rank_high, rank_high + slack, BT)
+    return low, high
 
 
 @triton.jit

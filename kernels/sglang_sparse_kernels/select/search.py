@@ -79,37 +79,6 @@ def log_ratio(count, k):
 
 
 @triton.jit
-def reaching(b_s, low, count_lo, high, forced, k, most, SIZE: tl.constexpr):
-    """(a score that at least k of ``SIZE`` scores reach, how many do).
-
-    At most ``most`` do unless many are equal. ``count_lo`` reach ``low``; if that is fewer than k,
-    both are returned. ``high`` is the largest score but for ``forced`` ones that are +inf.
-    """
-    lo = key_of(low)
-    hi = tl.where((forced < k) & (count_lo > most), key_of(high), lo)
-    weight_lo = tl.abs(log_ratio(count_lo, k))
-    weight_hi = tl.abs(log_ratio(forced, k))
-    side = tl.full((), 0, tl.int32)
-    step = tl.full((), 0, tl.int32)
-    while (lo < hi) & (step < 12):
-        middle = probe(lo, hi, weight_lo, weight_hi, step)
-        count = count_reaching(b_s, score_of(middle), SIZE)
-        weight = tl.abs(log_ratio(count, k))
-        up = count >= k
-        moved = tl.where(up, 1, -1)
-        stale = tl.where(moved == side, 0.5, 1.0)
-        weight_lo = tl.where(up, weight, weight_lo * stale)
-        weight_hi = tl.where(up, weight_hi * stale, weight)
-        count_lo = tl.where(up, count, count_lo)
-        lo = tl.where(up, middle, lo)
-        hi = tl.where(up, hi, middle - 1)
-        hi = tl.where(up & (count <= most), lo, hi)
-        side = moved
-        step += 1
-    return score_of(lo), count_lo
-
-
-@triton.jit
 def _cut_ties(b_tie, last, ties, need):
     """Smallest index up to which ``need`` of the indices in ``b_tie`` lie; others are INT_MAX."""
     lo = tl.full((), -1, tl.int32)
@@ -149,7 +118,7 @@ def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
 @triton.jit
 def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
     """As :func:`winners` with the count of scores that are +inf; from k on it may be too high."""
-    score, above, reach = kth_best(b_s, floor, forced, k, SIZE)
+    score, above, reach = kth_best(b_s, floor, forced, k, k, SIZE)
     cut = last
     if reach != k:
         b_tie = tl.where(b_s == score, b_i, 2147483647)
@@ -158,9 +127,12 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
 
 
 @triton.jit
-def kth_best(b_s, floor, forced, k, SIZE: tl.constexpr):
-    """(a score that k of ``SIZE`` scores reach, or the k-th best if equal ones decide; how many are
-    above it then; how many reach it). See :func:`search_winners`."""
+def kth_best(b_s, floor, forced, k, most, SIZE: tl.constexpr):
+    """(a score that at least k and at most ``most`` of ``SIZE`` scores reach, or the k-th best if
+    equal ones leave none; how many are above it then; how many reach it).
+
+    See :func:`search_winners`; +inf where ``forced`` are enough, -inf where too few are above that.
+    """
     low = floor
     if floor == float("-inf"):
         low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
@@ -169,7 +141,7 @@ def kth_best(b_s, floor, forced, k, SIZE: tl.constexpr):
     count_lo = count_reaching(b_s, low, SIZE)
     count_hi = forced
     lo = key_of(low)
-    searched = (forced < k) & (count_lo > k)
+    searched = (forced < k) & (count_lo > most)
     hi = tl.where(searched, key_of(high), lo)
     weight_lo = tl.abs(log_ratio(count_lo, k))
     weight_hi = tl.abs(log_ratio(forced, k))
@@ -197,7 +169,7 @@ def kth_best(b_s, floor, forced, k, SIZE: tl.constexpr):
         else:
             lo = tl.where(up, middle, lo)
             hi = tl.where(up, hi, middle - 1)
-        hi = tl.where(count == k, lo, hi)
+        hi = tl.where(up & (count <= most), lo, hi)
         side = moved
         step += 1
 

@@ -21,13 +21,11 @@ from ..plan import DecodePlan
 from ..triton_ops import begin, overlapping
 from .alone import take_streamed
 from .search import (
-    FLOAT32_MAX,
-    count_reaching,
     forced_of,
     key_of,
+    kth_best,
     load_units,
     rankable,
-    reaching,
     score_of,
     search_winners,
 )
@@ -81,12 +79,8 @@ def _floor(
     k = tl.ceil(part + 6.0 * tl.sqrt(part * (1.0 - 1.0 / step))).to(tl.int32)
     # A few more than k cost less than counting on.
     most = k + k // 16
-    low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
-    low = tl.minimum(low, FLOAT32_MAX)
-    high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
-    count_lo = count_reaching(b_s, low, SIZE)
-    low, count_lo = reaching(b_s, low, count_lo, high, forced, k, most, SIZE)
-    return tl.where(count_lo < k, float("-inf"), low), count_lo > k + k // 2
+    score, _, reach = kth_best(b_s, float("-inf"), forced, k, most, SIZE)
+    return score, reach > k + k // 2
 
 
 @triton.jit

@@ -200,7 +200,7 @@ def _search(
     b_s = tl.load(p_list + b_at[:, None] + o_i[None, :], mask=m_c[:, None], other=-8388608)
     b_s = b_s.to(tl.float32, bitcast=True)
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
-    score, _, _ = kth_best(b_s, low, forced, k, SIZE)
+    score, _, _ = kth_best(b_s, low, forced, k, k, SIZE)
     # Both counts in one word, up to each chunk, then up to the last one of each part
     b_count = (b_s > score).to(tl.int32) + ((b_s == score).to(tl.int32) << 16)
     b_upto = tl.cumsum(tl.sum(b_count, 1), 0)
