@@ -139,14 +139,15 @@ def take_streamed(
     score = score_of(lo)
     if lo < hi:
         # List the units in question, find the k-th best among them.
-        top = score_of(hi)
+        # All that reach the key above hi have been counted: so do -0 and +0, which are two keys.
+        top = score_of(hi + 1)
         listed = tl.full((), 0, tl.int32)
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
             b_s, o_u = load_units(
                 p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
             )
-            b_open = (b_s >= score) & (b_s <= top) & (o_u < n)
+            b_open = (b_s >= score) & ~(b_s >= top) & (o_u < n)
             listed = store_winners(p_list, b_open, o_u, listed, limit)
         # The list is read back by other threads of this program.
         tl.debug_barrier()

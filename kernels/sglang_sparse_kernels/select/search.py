@@ -13,10 +13,10 @@ SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 @triton.jit
 def free_scores(b_s, CLEAN: tl.constexpr):
-    """Scores of free units as they rank: NaN is -inf, -0 is +0, +inf is below forced units."""
+    """Scores of free units as they rank: NaN is -inf, +inf is below forced units."""
     if not CLEAN:
         b_s = tl.where(b_s == b_s, b_s, float("-inf"))
-        b_s = tl.minimum(b_s, FLOAT32_MAX) + 0.0
+        b_s = tl.minimum(b_s, FLOAT32_MAX)
     return b_s
 
 
@@ -25,7 +25,7 @@ def rankable(b_s, b_u, forced_below, free_below, n, CLEAN: tl.constexpr):
     """Scores of units ``b_u`` (of a block, its first) as they rank.
 
     Free are the units of [forced_below, free_below); the others are +inf below ``n``, where they
-    are forced, and -inf from there on. ``CLEAN`` scores hold neither NaN nor -0 nor +inf.
+    are forced, and -inf from there on. ``CLEAN`` scores hold neither NaN nor +inf.
     """
     b_s = free_scores(b_s, CLEAN)
     free = (b_u >= forced_below) & (b_u < free_below)
@@ -41,8 +41,8 @@ def forced_of(below, start, n):
 
 @triton.jit
 def key_of(score):
-    """int32 that orders as the float does."""
-    bits = score.to(tl.int32, bitcast=True)
+    """int32 that orders as the float does; -0 has the key of +0."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 

@@ -21,10 +21,11 @@ from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 STREAM_UNITS, STREAM_WARPS = 8192, 16
 BOUNDS_WARPS = SEARCH_WARPS = 8
 PART_UNITS, PART_WARPS = 512, 1
-# Units between the bounds: what a part may list, and what all parts together may. Lists are
-# searched by chunks, in the first launch that they fit.
+# Units between the bounds: what a part may list, and what all parts together may, by chunks, in the
+# first of two launches and in the second. 64 registers let four programs share a multiprocessor.
 MOST_OPEN, CHUNK = 512, 32
 FEW_LISTED, MOST_LISTED = 8192, 16384
+FEW_REGISTERS, MOST_REGISTERS = 64, 128
 
 # Columns of a row's state: bounds, the k-th best score, how many that equal it win, then of each
 # part: units above the bounds, units between, and, up to its end, units above the k-th best and
@@ -86,8 +87,9 @@ def _load_tile(
     WHOLE: tl.constexpr,
     CLEAN: tl.constexpr,
 ):
-    """(scores, units) [BT / 16, 4, 4] of a tile, in order; NaN past the end."""
-    o_q = tl.arange(0, BT // 16)[:, None] * 16 + tl.arange(0, 4)[None, :] * 4
+    """(scores, units) [BT / 16, 4, 4] of a tile; NaN past the end."""
+    # Four units a lane, side by side, four times over: so the loads of a warp are whole lines.
+    o_q = tl.arange(0, BT // 16)[:, None] * 4 + tl.arange(0, 4)[None, :] * (BT // 4)
     o_q += i_t * BT
     o_u = o_q[:, :, None] + tl.arange(0, 4)[None, None, :]
     m_u = (o_q < n)[:, :, None]
@@ -104,15 +106,18 @@ def _load_tile(
 
 @triton.jit
 def _ranks(b_m):
-    """(how many of a tile's flags are set before each, in order; how many are set)."""
+    """(how many of a tile's flags are set before each, in order of units; how many are set)."""
     b_m = b_m.to(tl.int32)
     o_8 = tl.arange(0, 4) * 8
-    # Bytes of a word count the flags of a lane up to each four: a scan would cross the lanes.
-    b_upto = tl.sum(tl.sum(b_m, 2) << o_8[None, :], 1) * 0x01010101
-    b_lane = b_upto >> 24
-    b_first = (tl.cumsum(b_lane, 0) - b_lane)[:, None]
-    b_first += ((b_upto << 8)[:, None] >> o_8[None, :]) & 255
-    return b_first[:, :, None] + tl.cumsum(b_m, 2) - b_m, tl.sum(b_lane)
+    # One scan over the lanes counts four times, in the bytes of a word: at most 128 flags each.
+    b_lane = tl.sum(tl.sum(b_m, 2) << o_8[None, :], 1)
+    sums = tl.sum(b_lane)
+    sum_0, sum_1, sum_2 = sums & 255, (sums >> 8) & 255, (sums >> 16) & 255
+    b_base = tl.where(o_8 > 0, sum_0, 0) + tl.where(o_8 > 8, sum_1, 0)
+    b_base += tl.where(o_8 > 16, sum_2, 0)
+    b_first = (((tl.cumsum(b_lane, 0) - b_lane)[:, None] >> o_8[None, :]) & 255) + b_base[None, :]
+    total = sum_0 + sum_1 + sum_2 + ((sums >> 24) & 255)
+    return b_first[:, :, None] + tl.cumsum(b_m, 2) - b_m, total
 
 
 @triton.jit
@@ -378,10 +383,11 @@ def stream_topk_triton(
         CHUNK=CHUNK, **tiles, **reads, **shapes,
     )  # fmt: skip
     least = -1
-    for most in (FEW_LISTED, MOST_LISTED):
+    for most, registers in ((FEW_LISTED, FEW_REGISTERS), (MOST_LISTED, MOST_REGISTERS)):
         threshold_kernel[parts[:1]](
             workspace.blocks, workspace.state, *row, list_blocks, most_open, least, capacity,
-            SIZE=most, CHUNK=CHUNK, SPLITS=STREAM_SPLITS, num_warps=SEARCH_WARPS, **shapes,
+            SIZE=most, CHUNK=CHUNK, SPLITS=STREAM_SPLITS, num_warps=SEARCH_WARPS,
+            maxnreg=registers, **shapes,
         )  # fmt: skip
         least = most
     write_kernel[parts](

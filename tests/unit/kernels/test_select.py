@@ -192,7 +192,10 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
     budget = (300, 800, 1190)[KINDS.index(kind) % 3]
     batch = Batch([1200, 901], budget=budget, heads=1, capacity=budget + 10, seed=7, dense_rows=())
     scores = random_scores(batch, kind, 1204)
-    check_lists(batch, scores, select(batch, scores, "triton", sink=4, recent=9), 4, 9)
+    # Score kernels may write -0 beside +0.
+    clean = kind == "zeros"
+    got = select(batch, scores, "triton", sink=4, recent=9, has_block_max=clean)
+    check_lists(batch, scores, got, 4, 9)
 
 
 @pytest.mark.parametrize(
