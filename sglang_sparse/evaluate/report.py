@@ -126,6 +126,8 @@ def _plot(
         if DENSE in by_arm:
             axes.axhline(by_arm[DENSE]["value"], color=color, linestyle=":", linewidth=1)
     axes.set_xscale("log", base=2)
+    axes.set_xticks([float(b) for b in budgets], budgets)
+    axes.minorticks_off()
     axes.set_xlabel(f"budget ({settings['budget_unit']}); dotted: dense")
     axes.set_ylabel("share of exact answers, or lm-eval's metric")
     axes.set_ylim(-0.03, 1.03)
