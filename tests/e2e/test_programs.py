@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,11 +56,11 @@ if __name__ == "__main__":
 
 def run_python(script: str, stdin: str = "") -> str:
     """Standard output of a Python program that starts its own processes."""
-    path = os.path.join(os.environ.get("TMPDIR", "/tmp"), f"sparse_program_{os.getpid()}.py")
-    # Spawned schedulers import the main module again, so it has to be a file.
-    with open(path, "w") as file:
-        file.write(script)
-    try:
+    # Spawned schedulers import the main module again, so it has to be a file, whose folder is
+    # searched for modules: one that holds no others.
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "program.py"
+        path.write_text(script)
         done = subprocess.run(
             [sys.executable, path],
             input=stdin,
@@ -70,8 +70,6 @@ def run_python(script: str, stdin: str = "") -> str:
             timeout=600,
             check=False,
         )
-    finally:
-        os.unlink(path)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
