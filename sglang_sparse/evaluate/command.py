@@ -56,8 +56,7 @@ def evaluate_server(request: Request) -> None:
             allowed=f"some of {', '.join(TASKS)}; or --text, or --lm-eval",
             remedy="name some",
         )
-    if request.text is not None:
-        _check_text(request.text)
+    text = None if request.text is None else _text_hash(request.text)
     if find_spec("matplotlib") is None:
         raise ConfigError(
             flag="eval",
@@ -72,7 +71,7 @@ def evaluate_server(request: Request) -> None:
     tokenizer = request.tokenizer or server.tokenizer_path
     manager = harness.find_tasks(request.lm_eval, tokenizer, lengths)
     encoder = server.encoder(request.tokenizer)
-    settings = _settings(request, server, lengths)
+    settings = _settings(request, server, lengths, text)
     journal = Journal(request.out, settings)
     plan = Plan(
         tasks=request.tasks,
@@ -112,9 +111,9 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def _check_text(path: Path) -> None:
+def _text_hash(path: Path) -> str:
     try:
-        path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
             flag="--text",
@@ -123,13 +122,13 @@ def _check_text(path: Path) -> None:
             allowed="a text file in UTF-8",
             remedy="name one",
         ) from error
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _settings(request: Request, server: Server, lengths: tuple[int, ...]) -> dict[str, Any]:
+def _settings(
+    request: Request, server: Server, lengths: tuple[int, ...], text: str | None
+) -> dict[str, Any]:
     """What must be the same for an evaluation to go on; budgets and tasks may be added."""
-    text = None
-    if request.text is not None:
-        text = hashlib.sha256(request.text.read_bytes()).hexdigest()[:12]
     return {
         "model": server.model,
         "method": server.state["method"],
