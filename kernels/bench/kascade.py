@@ -33,7 +33,7 @@ from sglang_sparse_kernels import (
     tile_tokens_of,
 )
 
-DECODE = ((8192, 64), (65_536, 64), (131_072, 64), (262_144, 16))
+DECODE = ((8192, 64), (16_384, 64), (32_768, 64), (65_536, 64), (131_072, 64), (262_144, 16))
 PREFILL = (32_768, 65_536, 131_072)
 # Buffers are as wide for all shapes, so that kernels are compiled once.
 MOST_DECODE = 262_144
