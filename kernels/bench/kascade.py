@@ -165,8 +165,8 @@ def bench_decode(report: Report, context: int, batch: int, replays: int) -> None
     shape, layer = case.shape, case.layers[0]
     heads = batch * shape.heads
     add = partial(report.add, shape=shape)
-    dense = add("flashinfer dense", us=microseconds(dense_calls(case)[0], replays),
-                moved=shape.dense_bytes)  # fmt: skip
+    attend_densely = dense_calls(case)[0]
+    dense = microseconds(attend_densely, replays)
     k_bytes, scores = shape.dense_bytes / 2, heads * context * 4.5
     logits = 2 * heads * shape.group * context * 4
     exact = add("exact score", us=microseconds(partial(case.score_exactly, layer), replays),
@@ -176,13 +176,14 @@ def bench_decode(report: Report, context: int, batch: int, replays: int) -> None
                  moved=shape.selected_bytes)  # fmt: skip
     reuse = add("attend mapped", us=microseconds(partial(case.reuse, layer), replays),
                 moved=shape.selected_bytes)  # fmt: skip
-    report.table("kascade", shape, dense, dense + exact + select, exact + select + attend, reuse)
     sketch = add("sketch score", us=microseconds(partial(case.score, layer), replays),
                  moved=heads * context * 16 + scores)  # fmt: skip
-    select = add("select sketch", us=microseconds(case.select, replays), moved=heads * context * 4)
-    report.table(
-        "kascade_sketch", shape, dense, dense + sketch + select, sketch + select + attend, reuse
-    )
+    again = add("select sketch", us=microseconds(case.select, replays), moved=heads * context * 4)
+    # Dense is timed before and after all else, and the faster one counts.
+    dense = add("flashinfer dense", us=min(dense, microseconds(attend_densely, replays)),
+                moved=shape.dense_bytes)  # fmt: skip
+    for name, chosen in (("kascade", exact + select), ("kascade_sketch", sketch + again)):
+        report.table(name, shape, dense, dense + chosen, chosen + attend, reuse)
 
 
 class PrefillCase:

@@ -51,6 +51,22 @@ def streamed_row(
 
 
 @triton.jit
+def ranks_around(k, n, size, BLOCK: tl.constexpr):
+    """(lower, upper, slack): ranks of a sample that the k-th best of n units lies between.
+
+    Units of a block are alike, so that four count as one draw, and the ranks are three standard
+    deviations of that away. Ranks further out by up to ``slack`` cost less than counting on.
+    """
+    share = k.to(tl.float32) / n
+    middle = share * size
+    margin = 3.0 * tl.sqrt(middle * 4.0 * (1.0 - share)) + BLOCK
+    slack = (margin / 4).to(tl.int32)
+    lower = tl.minimum(middle + margin, size).to(tl.int32)
+    upper = tl.maximum(middle - margin, 1.0).to(tl.int32)
+    return lower, tl.maximum(upper - slack, 1), slack
+
+
+@triton.jit
 def sample_bounds(
     p_scores,
     n,
@@ -64,8 +80,7 @@ def sample_bounds(
 ):
     """(low, high): scores that the k-th best of n units lies between, most likely.
 
-    Every so many blocks are looked at; units of a block are alike, so that four count as one draw,
-    and the bounds are three standard deviations of that away. A wrong bound costs one more read.
+    Every so many blocks are looked at. A wrong bound costs one more read.
     """
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
@@ -73,17 +88,10 @@ def sample_bounds(
     b_s, _ = load_units(
         p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
     )
-    share = k.to(tl.float32) / n
-    middle = share * BT
-    margin = 3.0 * tl.sqrt(middle * 4.0 * (1.0 - share)) + BLOCK
-    rank_low = tl.minimum(middle + margin, BT).to(tl.int32)
-    rank_high = tl.maximum(middle - margin, 1.0).to(tl.int32)
-    # Bounds a little wider cost less than counting on.
-    slack = (margin / 4).to(tl.int32)
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
-    low, _, _ = kth_best(b_s, float("-inf"), forced, rank_low, rank_low + slack, BT)
-    rank_high = tl.maximum(rank_high - slack, 1)
-    high, _, _ = kth_best(b_s, low, forced, rank_high, rank_high + slack, BT)
+    lower, upper, slack = ranks_around(k, n, BT, BLOCK)
+    low, _, _ = kth_best(b_s, float("-inf"), forced, lower, lower + slack, BT)
+    high, _, _ = kth_best(b_s, low, forced, upper, upper + slack, BT)
     return low, high
 
 

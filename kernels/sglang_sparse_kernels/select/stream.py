@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 
 from ..plan import DecodePlan
-from .alone import DONE, sample_bounds, stream_topk_kernel, streamed_row
-from .search import free_scores, key_of, kth_best, rankable, score_of
+from .alone import DONE, ranks_around, sample_bounds, stream_topk_kernel, streamed_row
+from .search import free_scores, key_of, kth_best, load_units, rankable, score_of
 from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
 
 STREAM_UNITS, STREAM_WARPS = 8192, 16
@@ -23,7 +23,7 @@ BOUNDS_WARPS = SEARCH_WARPS = 8
 PART_UNITS, PART_WARPS = 512, 1
 # Units between the bounds: what a part may list, and what all parts together may, by chunks, in the
 # first of two launches and in the second. 64 registers let four programs share a multiprocessor.
-MOST_OPEN, CHUNK = 512, 32
+MOST_OPEN, CHUNK = 1024, 32
 FEW_LISTED, MOST_LISTED = 8192, 16384
 FEW_REGISTERS, MOST_REGISTERS = 64, 128
 
@@ -34,13 +34,66 @@ _LOW, _HIGH, _SCORE, _TIES, _PARTS = (tl.constexpr(i) for i in (0, 1, 2, 3, 8))
 
 
 @triton.jit
+def _closer_bounds(
+    p_scores,
+    p_list,
+    low,
+    high,
+    n,
+    k,
+    rounds,
+    most,
+    forced_below,
+    free_below,
+    BT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CLEAN: tl.constexpr,
+):
+    """Bounds from a sample of ``rounds`` times ``BT`` units, of which those between the bounds that
+    are known are listed and searched; the same bounds if those are more than ``most``."""
+    ROWS: tl.constexpr = BT // BLOCK
+    num_blocks = tl.cdiv(n, BLOCK)
+    above = tl.full((), 0, tl.int32)
+    listed = tl.full((), 0, tl.int32)
+    for i_r in range(rounds):
+        o_b = tl.arange(0, ROWS).to(tl.int64) * rounds + i_r
+        o_b = (o_b * num_blocks // (ROWS * rounds)).to(tl.int32)
+        b_s, _ = load_units(
+            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+        )
+        above += tl.sum((b_s > high).to(tl.int32))
+        b_open = ((b_s >= low) & (b_s <= high)).to(tl.int32)
+        b_row = tl.sum(b_open, 1)
+        o_w = (listed + tl.cumsum(b_row, 0) - b_row)[:, None] + tl.cumsum(b_open, 1) - 1
+        m_w = (b_open != 0) & (o_w < most)
+        tl.store(p_list + o_w, b_s.to(tl.int32, bitcast=True), mask=m_w)
+        listed += tl.sum(b_row)
+    lower, upper, slack = ranks_around(k, n, rounds * BT, BLOCK)
+    lower, upper = lower - above, upper - above
+    if (listed <= most) & (upper > 0) & (lower <= listed):
+        # The list is read back by other threads of this program.
+        tl.debug_barrier()
+        o_l = tl.arange(0, BT)
+        b_s = tl.load(p_list + o_l, mask=o_l < listed, other=-8388608)  # bits of -inf
+        b_s = b_s.to(tl.float32, bitcast=True)
+        forced = tl.sum((b_s == float("inf")).to(tl.int32))
+        low, _, _ = kth_best(b_s, low, forced, lower, lower + slack, BT)
+        high, _, _ = kth_best(b_s, low, forced, upper, upper + slack, BT)
+    return low, high
+
+
+@triton.jit
 def bounds_kernel(
     scores,
+    lists,
     state,
     tail_start,
     k_units,
     reselect,
     width,
+    list_blocks,
+    most_listed,
     capacity,
     sink,
     recent,
@@ -59,10 +112,22 @@ def bounds_kernel(
     )
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
+        p_scores, p_list = scores + i_rh * width, lists + i_rh * list_blocks
+        forced_below = tl.cdiv(sink, UNIT)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
         low, high = sample_bounds(
-            scores + i_rh * width, n, k, tl.cdiv(sink, UNIT), free_below, TILE, BLOCK, WHOLE, CLEAN
+            p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN
         )
+        # Between the bounds lie at most 15 standard deviations of a rank in the sample: if it is
+        # as large as this, five sixths of what may be listed of a row.
+        share = k.to(tl.float32) / n
+        spread = n.to(tl.float32) * 18 / most_listed
+        rounds = tl.ceil(share * (1.0 - share) * spread * spread / TILE).to(tl.int32)
+        if rounds > 1:
+            low, high = _closer_bounds(
+                p_scores, p_list, low, high, n, k, rounds, tl.minimum(list_blocks, TILE),
+                forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN,
+            )  # fmt: skip
         tl.store(state + i_rh * COLUMNS + _LOW, key_of(low))
         tl.store(state + i_rh * COLUMNS + _HIGH, key_of(high))
 
@@ -374,7 +439,8 @@ def stream_topk_triton(
     tiles = {"BT": PART_UNITS, "SPLITS": STREAM_SPLITS, "num_warps": PART_WARPS}
     parts = (rows * heads, STREAM_SPLITS)
     bounds_kernel[parts[:1]](
-        scores, workspace.state, *row, width, capacity, sink, recent,
+        scores, workspace.blocks, workspace.state, *row, width, list_blocks, MOST_LISTED, capacity,
+        sink, recent,
         TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS, **reads, **shapes,
     )  # fmt: skip
     partition_kernel[parts](

@@ -199,20 +199,22 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
 
 
 @pytest.mark.parametrize(
-    ("kind", "few", "done"),
+    ("kind", "few", "sample", "done"),
     [
-        ("grid", 1024, True),
-        ("normal", 256, True),
-        ("clustered", 256, False),
-        ("constant", 256, True),
+        ("grid", 1024, 8192, True),
+        ("normal", 256, 8192, True),
+        ("clustered", 256, 8192, False),
+        ("constant", 256, 8192, True),
+        # Some 1,800 units lie between the bounds of so small a sample.
+        ("normal", 256, 1024, True),
     ],
 )
 def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
-    kind: str, few: int, done: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, few: int, sample: int, done: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
     small_streams(
-        monkeypatch, STREAM_UNITS=8192, PART_UNITS=256, MOST_OPEN=64, FEW_LISTED=few,
+        monkeypatch, STREAM_UNITS=sample, PART_UNITS=256, MOST_OPEN=64, FEW_LISTED=few,
         MOST_LISTED=1024,
     )  # fmt: skip
     batch = Batch([12_000], budget=1500, heads=1, capacity=1500, seed=8, dense_rows=())
