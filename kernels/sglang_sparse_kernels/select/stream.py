@@ -3,10 +3,11 @@
 # mypy: disable-error-code="no-untyped-def"
 """Exact top-k of rows that do not fit in the registers of one program, such as a tenth of 128K.
 
-A sample bounds the k-th best score. Several programs a row count the units above the bounds and
-list those between them, one program searches those, and several write the winners in order: a row
-is read twice. Where all of those are equal, how many of them each part takes needs no list. Where
-the sample misled, or too many units lie between, one program reads the row some four times instead.
+A sample bounds the k-th best score, of long rows a larger one more closely. Several programs a row
+count the units above the bounds and list those between them, one program searches those, and
+several write the winners in order: a row is read twice. Where all of those are equal, how many of
+them each part takes needs no list. Where the sample misled, or too many units lie between, one
+program reads the row some four times instead.
 """
 
 import torch
