@@ -33,8 +33,7 @@ def _tiles(width: int, capacity: int) -> tuple[int, int, int]:
     """(block maxima, units, warps): what one program holds in registers at a time."""
     blocks = next_power_of_2(triton.cdiv(width, BLOCK_UNITS))
     wanted = max(MIN_UNITS, next_power_of_2(capacity) * BLOCK_UNITS)
-    # Where no tile holds what lists are pruned to, rows beyond the small one are streamed.
-    units = min(wanted if wanted <= MAX_UNITS else MIN_UNITS, max(1024, next_power_of_2(width)))
+    units = min(wanted, MAX_UNITS, max(1024, next_power_of_2(width)))
     return min(max(blocks, 1024), MAX_BLOCKS), units, max(4, min(MAX_WARPS, units // 512))
 
 
