@@ -3,7 +3,7 @@
 
 ``python -m sglang_sparse.reference.mass_study --out mass.json [--plots folder]``
 
-Both rank the same blocks by the same scores; all tasks and lengths are mixed. As in PSA, section
+Both rank the same blocks or tokens by the same scores; all tasks and lengths are mixed. As in PSA, section
 5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy, once of their mean and
 once of every task on its own (its section 5.1 evaluates accuracy on each data set). Cells that
 ``--out`` holds already are not measured again, and ``--join`` adds those of other files, so that
@@ -258,8 +258,9 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
     p.add_argument("--tasks", nargs="+", default=list(TASKS))
-    p.add_argument("--score", choices=["page_mean", "page_minmax"], default="page_mean")
-    p.add_argument("--page", type=int, default=16, help="tokens of a block")
+    p.add_argument("--score", choices=["page_mean", "page_minmax", "sparcas"], default="page_mean")
+    p.add_argument("--page", type=int, default=16, help="tokens of a block; sparcas ranks tokens")
+    p.add_argument("--channels", type=int, default=16, help="channels that sparcas scores with")
     p.add_argument("--sink", type=int, default=4)
     p.add_argument("--recent", type=int, default=8)
     p.add_argument("--share", choices=["min", "mean"], default="mean")
@@ -270,13 +271,14 @@ def main() -> None:
     p.add_argument("--scored", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
     p.add_argument("--observed", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
     args = p.parse_args()
+    if args.score == "sparcas" and args.scored:
+        p.error("a server bounds what is left by its scores with pages alone: give --scored nothing")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     study = Study(model, FileEncoder(args.model), args.count, args.seed)
     base = Policy(
-        args.score, page=args.page, sink=args.sink, recent=args.recent,
-        microbatch=args.microbatch,
-        share=args.share, dense_layers=1,
+        args.score, page=args.page, channels=args.channels, sink=args.sink, recent=args.recent,
+        microbatch=args.microbatch, share=args.share, dense_layers=1,
     )  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     mass = MassStudy(study, base, args.out)

@@ -42,11 +42,12 @@ class Policy:
         head_maps: For each layer, the anchor's head whose tokens each KV head takes; its own where
             there is no map.
         pool: With ``oracle``, whose attention is added up to one score: a group's, or all heads'.
-        epsilon: With a page kind, keep pages in the order of their scores until their estimated
-            share of the attention reaches this (PSA, algorithm 1); 0 for a fixed budget.
+        epsilon: With ``sparcas`` or a page kind, keep units in the order of their scores until
+            their estimated share of the attention reaches this (PSA, algorithm 1); 0 for a fixed
+            budget.
         microbatch: Tokens between two looks at the share.
         share: Share of a group: the smallest of its heads, or their mean.
-        margin: Nats by which scores exceed what pages hold: pages that are left are then taken to
+        margin: Nats by which scores exceed what units hold: units that are left are then taken to
             hold what each head's own scores say, less this. None: each the smallest mass seen so
             far, as in algorithm 1.
     """
@@ -75,6 +76,13 @@ class Policy:
             raise ValueError(
                 f"budget {self.budget} is under sink + recent = {self.sink + self.recent}"
             )
+        if self.epsilon and self.kind not in ("sparcas", *PLANES):
+            raise ValueError(f"policy {self.kind!r} has no scores to reach a share by")
+
+    @property
+    def unit(self) -> int:
+        """Tokens that are chosen together."""
+        return self.page if self.kind in PLANES else 1
 
 
 WINDOW = Policy("window", budget=260, sink=4, recent=256)
@@ -123,13 +131,12 @@ def stored(k: Tensor, storage: Storage) -> Tensor:
     return ((k.float() / scale).round().clamp(-most, most) * scale).to(k.dtype)
 
 
-def sparcas_scores(q: Tensor, k8: Tensor, channels: int, reduce: Reduce) -> Tensor:
-    """``[B, G, L]``: products over the channels with the largest sum of ``|q|`` over the group."""
+def sparcas_scores(q: Tensor, k8: Tensor, channels: int) -> Tensor:
+    """``[B, G, group, L]``: products over the channels with the group's largest sum of ``|q|``."""
     heads = grouped(q, k8)
     chosen = heads.float().abs().sum(2).topk(channels, dim=-1).indices
     kept = torch.zeros_like(heads[:, :, 0]).scatter_(-1, chosen, 1.0)
-    partial = product(heads * kept[:, :, None], k8.transpose(2, 3))
-    return partial.amax(2) if reduce == "max" else partial.sum(2)
+    return product(heads * kept[:, :, None], k8.transpose(2, 3))
 
 
 def page_planes(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
@@ -214,24 +221,30 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
     always = window_mask(length, lengths, policy.sink, policy.recent)
     if policy.kind == "window":
         return always[:, None].expand(-1, groups, -1)
-    if policy.kind in PLANES:
-        planes = cache.planes or PLANES[policy.kind](k, lengths, policy.page)
-        by_head = page_scores(q, planes)
-        scores = by_head.amax(2) if policy.reduce == "max" else by_head.sum(2)
-        if policy.epsilon:
-            mass, held = page_masses(q, k, valid, policy.page, by_head, policy.margin or 0.0)
-            reached = progressive(policy, scores, mass, held, always, valid)
-            return _spread(reached, policy.page, valid)
-        return _page_mask(policy, scores, always, valid)
     if policy.kind == "oracle":
         scores = oracle_scores(q, k, lengths)
         if policy.pool == "heads":
             scores = scores.mean(1, keepdim=True).expand_as(scores)
+        return keep_best(scores, always, valid, policy.budget)
+    by_head, unit = _unit_scores(policy, q, cache, lengths), policy.unit
+    scores = by_head.amax(2) if policy.reduce == "max" else by_head.sum(2)
+    if policy.epsilon:
+        mass, held = unit_masses(q, k, valid, unit, by_head, policy.margin or 0.0)
+        chosen = progressive(policy, scores, mass, held, always, valid)
     else:
-        kept = cache.k8 if policy.storage == "fp8" else None
-        k8 = stored(k, policy.storage) if kept is None else kept
-        scores = sparcas_scores(q, k8, policy.channels, policy.reduce)
-    return keep_best(scores, always, valid, policy.budget)
+        forced, live = _by_unit(always, unit), _by_unit(valid, unit)
+        chosen = keep_best(scores, forced, live, policy.budget // unit)
+    return _spread(chosen, unit, valid)
+
+
+def _unit_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
+    """``[B, G, group, units]``: each query head's scores."""
+    if policy.kind in PLANES:
+        planes = cache.planes or PLANES[policy.kind](cache.k, lengths, policy.page)
+        return page_scores(q, planes)
+    kept = cache.k8 if policy.storage == "fp8" else None
+    k8 = stored(cache.k, policy.storage) if kept is None else kept
+    return sparcas_scores(q, k8, policy.channels)
 
 
 def layer_mask(
@@ -254,72 +267,68 @@ def layer_mask(
     return chosen, chosen
 
 
-def _by_page(mask: Tensor, page: int) -> Tensor:
-    """``[B, pages]``: pages with a token in ``mask [B, L]``."""
-    padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % page))
-    return padded.view(len(mask), -1, page).any(-1)
+def _by_unit(mask: Tensor, unit: int) -> Tensor:
+    """``[B, units]``: units with a token in ``mask [B, L]``."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[1] % unit))
+    return padded.view(len(mask), -1, unit).any(-1)
 
 
-def _spread(pages: Tensor, page: int, valid: Tensor) -> Tensor:
-    """``[B, G, L]``: the valid tokens of the pages in ``[B, G, pages]``."""
-    return pages.repeat_interleave(page, dim=-1)[..., : valid.shape[1]] & valid[:, None]
+def _spread(units: Tensor, unit: int, valid: Tensor) -> Tensor:
+    """``[B, G, L]``: the valid tokens of the units in ``[B, G, units]``."""
+    return units.repeat_interleave(unit, dim=-1)[..., : valid.shape[1]] & valid[:, None]
 
 
-def _page_mask(policy: Policy, scores: Tensor, always: Tensor, valid: Tensor) -> Tensor:
-    page = policy.page
-    chosen = keep_best(scores, _by_page(always, page), _by_page(valid, page), policy.budget // page)
-    return _spread(chosen, page, valid)
-
-
-def page_masses(
-    q: Tensor, k: Tensor, valid: Tensor, page: int, by_head: Tensor, margin: float
+def unit_masses(
+    q: Tensor, k: Tensor, valid: Tensor, unit: int, by_head: Tensor, margin: float
 ) -> tuple[Tensor, Tensor]:
-    """Each page's sum of ``exp(q.k)``, over that of the largest token: (true, by its score).
+    """Each unit's sum of ``exp(q.k)``, over that of the largest token: (true, by its score).
 
-    Both ``[B, G, group, pages]``, as ``by_head``. By its score a page holds as many tokens as it
+    Both ``[B, G, group, units]``, as ``by_head``. By its score a unit holds as many tokens as it
     has, each of the score less ``margin``.
     """
     scale = q.shape[-1] ** -0.5
     scores = (logits(q, k) * scale).masked_fill(~valid[:, None, None], -torch.inf)
     largest = scores.amax(-1, keepdim=True)
-    weights, pad = (scores - largest).exp(), (0, -scores.shape[-1] % page)
-    mass = torch.nn.functional.pad(weights, pad).unflatten(-1, (-1, page)).sum(-1)
-    tokens = torch.nn.functional.pad(valid, pad).unflatten(-1, (-1, page)).sum(-1)
+    weights, pad = (scores - largest).exp(), (0, -scores.shape[-1] % unit)
+    mass = torch.nn.functional.pad(weights, pad).unflatten(-1, (-1, unit)).sum(-1)
+    tokens = torch.nn.functional.pad(valid, pad).unflatten(-1, (-1, unit)).sum(-1)
     return mass, (by_head * scale - largest - margin).exp() * tokens[:, None, None]
 
 
 def progressive(
     policy: Policy, scores: Tensor, mass: Tensor, held: Tensor, always: Tensor, valid: Tensor
 ) -> Tensor:
-    """``[B, G, pages]``: the pages that PSA's algorithm 1 reaches.
+    """``[B, G, units]``: the units that PSA's algorithm 1 reaches.
 
-    ``mass`` and ``held`` are from :func:`page_masses`.
+    ``mass`` and ``held`` are from :func:`unit_masses`.
 
-    Pages that hold an always kept token come first and are not in the estimate's smallest mass;
+    Units that hold an always kept token come first and are not in the estimate's smallest mass;
     the others follow by score, a microbatch at a time, until the estimate reaches epsilon.
     """
-    page = policy.page
-    forced, live = _by_page(always, page)[:, None], _by_page(valid, page)[:, None]
+    unit = policy.unit
+    forced, live = _by_unit(always, unit)[:, None], _by_unit(valid, unit)[:, None]
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~live, -torch.inf)
-    order = ranked.argsort(dim=-1, descending=True, stable=True)
-    masses = mass.gather(-1, order[:, :, None].expand_as(mass))
-    place = torch.arange(order.shape[-1], device=order.device)
+    most = min(policy.budget // unit, ranked.shape[-1])
+    order = ranked.argsort(dim=-1, descending=True, stable=True)[..., :most]
+    by_head = order[:, :, None].expand(*mass.shape[:3], most)
+    masses = mass.gather(-1, by_head)
+    place = torch.arange(most, device=order.device)
     first, count = forced.sum(-1, keepdim=True), live.sum(-1, keepdim=True)
     reached = masses.cumsum(-1)
-    least = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
-    rest = least * (count - place - 1).clamp_min(0)[:, :, None]
-    if policy.margin is not None:
-        listed = held.gather(-1, order[:, :, None].expand_as(held))
-        rest = listed.flip(-1).cumsum(-1).flip(-1)[..., 1:]
-        rest = torch.nn.functional.pad(rest, (0, 1))
+    if policy.margin is None:
+        least = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
+        rest = least * (count - place - 1).clamp_min(0)[:, :, None]
+    else:
+        outside = held.scatter(-1, by_head, 0).sum(-1, keepdim=True)
+        after = held.gather(-1, by_head).flip(-1).cumsum(-1).flip(-1)[..., 1:]
+        rest = torch.nn.functional.pad(after, (0, 1)) + outside
     missing = (rest / (reached + rest)).nan_to_num(1.0)
     pooled = missing.amax(2) if policy.share == "min" else missing.mean(2)
-    looks = (place >= first) & ((place + 1 - first) % (policy.microbatch // page) == 0)
+    looks = (place >= first) & ((place + 1 - first) % (policy.microbatch // unit) == 0)
     done = looks & (pooled <= 1 - policy.epsilon) & (policy.epsilon < 1)
-    most = torch.full_like(count, policy.budget // page).minimum(count)
     stop = torch.where(done.any(-1, keepdim=True), done.int().argmax(-1, keepdim=True) + 1, most)
-    kept = place < stop.minimum(most)
-    return torch.zeros_like(kept).scatter_(-1, order, kept)
+    kept = place < stop.minimum(count)
+    return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, order, kept)
 
 
 def kept_share(q: Tensor, k: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from sglang_sparse.reference.policies import (
     Cache,
     Kind,
     Policy,
+    Reduce,
     attend,
     attend_mask,
     kept_share,
@@ -84,10 +85,9 @@ def reference_output(
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
-    q, k, v = step
-    plan = plan_of(KEPT)
+def sketch_scores(
+    q: torch.Tensor, k: torch.Tensor, plan: DecodePlan, reduce: Reduce
+) -> torch.Tensor:
     channels = torch.zeros(ROWS, GROUPS, CHANNELS, dtype=torch.int32)
     select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
     sketch = paged(k).to(torch.float8_e4m3fn).view(-1, PAGE, GROUPS, DIM).permute(0, 2, 3, 1)
@@ -95,6 +95,13 @@ def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
     sketch_score_reference(
         q, channels, sketch.contiguous(), None, plan, page_size=PAGE, reduce=reduce, out=scores
     )
+    return scores
+
+
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
+    q, k, v = step
+    scores = sketch_scores(q, k, plan_of(KEPT), reduce)
     expected = reference_output(q, k, v, scores, unit=1)
     # The kernels attend to the current token beside the budget; the study counts it in.
     policy = Policy("sparcas", KEPT + 1, SINK, RECENT + 1, CHANNELS, reduce=reduce)
@@ -136,20 +143,36 @@ def test_page_means_are_the_kernels_digests(step) -> None:
 
 
 @pytest.mark.parametrize("share", ["min", "mean"])
-@pytest.mark.parametrize(("epsilon", "margin"), [(0.6, None), (0.9, None), (1.0, None), (0.7, 2.0)])
+@pytest.mark.parametrize(
+    ("kind", "epsilon", "margin"),
+    [
+        ("page_mean", 0.6, None),
+        ("page_mean", 0.9, None),
+        ("page_mean", 1.0, None),
+        ("page_mean", 0.7, 2.0),
+        ("sparcas", 0.8, None),
+    ],
+)
 def test_a_share_of_the_mass_stops_as_the_kernels_references(
-    step, share: str, epsilon: float, margin: float | None
+    step, share: str, kind: Kind, epsilon: float, margin: float | None
 ) -> None:
     q, k, v = step
-    lengths, unit = torch.full((ROWS,), LENGTH), PAGE
-    units = -(-LENGTH // unit)
-    planes = page_means(k, lengths, unit)
-    scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    plan = plan_of(units)
-    page_minmax_score_reference(
-        q, *(end.transpose(1, 2).flatten(0, 1) for end in planes), plan,
-        unit=unit, page_size=PAGE, reduce="max", out=scores,
+    policy = Policy(
+        kind, 2 * LENGTH, SINK, RECENT + 1, CHANNELS, page=PAGE, epsilon=epsilon, share=share,
+        margin=margin,
     )  # fmt: skip
+    lengths, unit = torch.full((ROWS,), LENGTH), policy.unit
+    units = -(-LENGTH // unit)
+    planes = page_means(k, lengths, PAGE)
+    plan = plan_of(units)
+    if kind == "sparcas":
+        scores = sketch_scores(q, k, plan, "max")
+    else:
+        scores = torch.zeros(ROWS, GROUPS, LENGTH)
+        page_minmax_score_reference(
+            q, *(end.transpose(1, 2).flatten(0, 1) for end in planes), plan,
+            unit=unit, page_size=PAGE, reduce="max", out=scores,
+        )  # fmt: skip
     always = {"unit": unit, "sink": SINK, "recent": RECENT}
     every = torch.arange(units, dtype=torch.int32).expand(ROWS, GROUPS, units)
     indices, ranked = torch.zeros_like(every).clone(), torch.zeros(ROWS, GROUPS, dtype=torch.int32)
@@ -170,19 +193,9 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         epsilons=torch.full((ROWS,), epsilon), share=share, rest_bounds=rest, sm_scale=DIM**-0.5,
         logit_cap=0.0, out=out, counters=None, **always,
     )  # fmt: skip
-    policy = Policy(
-        "page_mean",
-        2 * LENGTH,
-        SINK,
-        RECENT + 1,
-        epsilon=epsilon,
-        page=unit,
-        share=share,
-        margin=margin,
-    )
     cache = Cache(k, v, planes=planes)
     mask = attend_mask(policy, q, cache, lengths)
-    # The study counts the current token's page among its pages, the kernels beside them.
+    # The study counts the current token's unit among its units, the kernels beside them.
     assert (mask.sum(-1) - reached * unit).abs().max() <= unit
     torch.testing.assert_close(attend(q, cache, mask), out.flatten(1), rtol=1e-4, atol=1e-5)
     whole = kept_share(q, k, lengths, mask)
@@ -229,6 +242,8 @@ def test_bad_policies_are_refused() -> None:
         Policy("quest")
     with pytest.raises(ValueError, match="budget 40 is under"):
         Policy("oracle", 40)
+    with pytest.raises(ValueError, match="'oracle' has no scores to reach a share by"):
+        Policy("oracle", epsilon=0.9)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8", "int4", "bf16"])
