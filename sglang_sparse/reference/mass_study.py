@@ -3,11 +3,11 @@
 
 ``python -m sglang_sparse.reference.mass_study --out mass.json [--plots folder]``
 
-Both rank the same blocks or tokens by the same scores; all tasks and lengths are mixed. As in PSA, section
-5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy, once of their mean and
-once of every task on its own (its section 5.1 evaluates accuracy on each data set). Cells that
-``--out`` holds already are not measured again, and ``--join`` adds those of other files, so that
-lengths may be measured side by side.
+Both rank the same blocks or tokens by the same scores; all tasks and lengths are mixed. As in PSA,
+section 5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy, once of their
+mean and once of every task on its own (its section 5.1 evaluates accuracy on each data set). Cells
+that ``--out`` holds already are not measured again, and ``--join`` adds those of other files, so
+that lengths may be measured side by side.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def main() -> None:
     p.add_argument("--observed", type=float, nargs="*", default=list(EPSILONS), help="epsilons")
     args = p.parse_args()
     if args.score == "sparcas" and args.scored:
-        p.error("a server bounds what is left by its scores with pages alone: give --scored nothing")
+        p.error("servers take the estimator scored with pages alone: leave --scored empty")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     study = Study(model, FileEncoder(args.model), args.count, args.seed)
