@@ -309,9 +309,9 @@ def progressive(
     forced, live = _by_unit(always, unit)[:, None], _by_unit(valid, unit)[:, None]
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~live, -torch.inf)
     most = min(policy.budget // unit, ranked.shape[-1])
-    order = ranked.argsort(dim=-1, descending=True, stable=True)[..., :most]
-    by_head = order[:, :, None].expand(*mass.shape[:3], most)
-    masses = mass.gather(-1, by_head)
+    order = ranked.topk(most, dim=-1).indices
+    listed = order[:, :, None].expand(*mass.shape[:3], most)
+    masses = mass.gather(-1, listed)
     place = torch.arange(most, device=order.device)
     first, count = forced.sum(-1, keepdim=True), live.sum(-1, keepdim=True)
     reached = masses.cumsum(-1)
@@ -319,8 +319,8 @@ def progressive(
         least = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
         rest = least * (count - place - 1).clamp_min(0)[:, :, None]
     else:
-        outside = held.scatter(-1, by_head, 0).sum(-1, keepdim=True)
-        after = held.gather(-1, by_head).flip(-1).cumsum(-1).flip(-1)[..., 1:]
+        outside = held.scatter(-1, listed, 0).sum(-1, keepdim=True)
+        after = held.gather(-1, listed).flip(-1).cumsum(-1).flip(-1)[..., 1:]
         rest = torch.nn.functional.pad(after, (0, 1)) + outside
     missing = (rest / (reached + rest)).nan_to_num(1.0)
     pooled = missing.amax(2) if policy.share == "min" else missing.mean(2)
