@@ -272,7 +272,10 @@ class MassCase:
         return list(attends), list(steps)
 
     def time_fixed(self, replays: int) -> tuple[dict[str, float], float]:
-        """Microseconds of attention over a fixed budget by how it is split, and of its step."""
+        """Microseconds of attention over a fixed budget by how it is split, and of its step.
+
+        A served budget splits by its own rule and hands each head its own number.
+        """
         times = {}
         for even in (True, False):
             attends, steps = self.fixed(even=even)
@@ -398,10 +401,13 @@ def measure_turn(
         "attend_same_query": timed(attends[: len(attends) // 2], replays),
         "step": timed([partial(case.step, layer) for layer in case.layers], replays),
         "fixed_attend": min(found["fixed_us"].values()), "fixed_step": fixed_whole,
+        "fixed_as_served": found["fixed_us"]["each head's own"],
     }  # fmt: skip
     us = found["us"]
     found["attend_over_fixed"] = us["attend"] / us["fixed_attend"]
     found["same_query_over_fixed"] = us["attend_same_query"] / us["fixed_attend"]
+    found["attend_over_served"] = us["attend"] / us["fixed_as_served"]
+    found["same_query_over_served"] = us["attend_same_query"] / us["fixed_as_served"]
     found["step_over_fixed"] = us["step"] / us["fixed_step"]
     found["launches"] = launches(attends)
     found["sweep"] = [sweep(case, variant, replays) for variant in variants]

@@ -340,8 +340,8 @@ def progressive_decode_attention(
         check_contiguous(name, words)
     workspace = workspace.rows(rows)
     check_shape("workspace.partial", workspace.partial, (rows, heads, -1, group, dim))
-    if workspace.lse.shape[2] < items:
-        raise ValueError(f"workspace holds {workspace.lse.shape[2]} items, needed are {items}")
+    if workspace.lse.shape[3] < items:
+        raise ValueError(f"workspace holds {workspace.lse.shape[3]} items, needed are {items}")
     from .kernel import progressive_decode_attention_triton
 
     progressive_decode_attention_triton(

@@ -6,11 +6,12 @@
 import triton
 import triton.language as tl
 
-from ..triton_ops import cast
+from ..triton_ops import begin, cast
 from .work_kernel import cuts, work
 
 # Slices of what all layers share, which begin anywhere: one compiled kernel serves all.
 SLICES = ["ranked", "reached", "expected", "counters"]
+FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
@@ -24,6 +25,91 @@ def _power(b_l, exponent):
     b_whole = tl.floor(b_l)
     b_fraction = tl.where(b_l == float("-inf"), 0.0, b_l - b_whole)
     return tl.exp2(b_fraction) * tl.exp2(b_whole - exponent)
+
+
+@triton.jit
+def _find_stop(
+    p_lse,
+    p_least,
+    p_rest,
+    pieces,
+    steps,
+    there,
+    parts,
+    items,
+    units,
+    forced,
+    listed,
+    slack,
+    G: tl.constexpr,
+    BS: tl.constexpr,
+    BI: tl.constexpr,
+    STEP: tl.constexpr,
+    UPPER: tl.constexpr,
+    MEAN: tl.constexpr,
+):
+    """Look at the missing share after piece by piece, BI at a time, until it is small enough.
+
+    Returns (pieces up to the stop, the share missing there, a whole exponent [BS], the mass
+    reached there divided by two to that exponent [BS]).
+    """
+    o_n, o_s = tl.arange(0, BI), tl.arange(0, BS)
+    m_s = (o_s < G)[:, None]
+    # [BS, BI]: a query head's looks are neighbours, so that one warp sums them.
+    o_w = o_s[:, None] * pieces + o_n[None, :]
+    m_w = m_s & (o_n < pieces)[None, :]
+    # What is not there yet is of an earlier step; it is loaded while the rest is on its way.
+    b_next_l = tl.load(p_lse + o_w, mask=m_w, other=float("-inf"))
+    b_next_low = tl.load(p_least + o_w, mask=m_w, other=float("inf"))
+    # [BS], of the pieces before
+    b_top = tl.zeros((BS,), tl.float32)
+    b_before = tl.zeros((BS,), tl.float32)
+    b_low_before = tl.full((BS,), float("inf"), tl.float32)
+    b_reached = tl.zeros((BS,), tl.float32)
+    first, stop, missing = 0, items, 0.0
+    searching = items >= 0
+    while searching:
+        o_i = first + o_n
+        first += BI
+        m_there = (o_i < there)[None, :]
+        b_l = tl.where(m_there, b_next_l, float("-inf"))
+        b_low = tl.where(m_there, b_next_low, float("inf"))
+        m_w = m_s & (o_i + BI < pieces)[None, :]
+        b_next_l = tl.load(p_lse + first + o_w, mask=m_w, other=float("-inf"))
+        b_next_low = tl.load(p_least + first + o_w, mask=m_w, other=float("inf"))
+        b_high = tl.floor(tl.max(b_l, 1))
+        b_high = tl.where(b_before > 0, tl.maximum(b_top, b_high), b_high)
+        b_high = tl.where(b_high == float("-inf"), 0.0, b_high)
+        b_before = tl.where(b_before > 0, b_before * tl.exp2(b_top - b_high), b_before)
+        b_top = b_high
+        # [BS, BI]
+        b_mass = _power(b_l, b_top[:, None])
+        b_sum = b_before[:, None] + tl.cumsum(b_mass, 1)
+        b_low = tl.minimum(b_low_before[:, None], tl.associative_scan(b_low, 1, _smaller))
+        looks = tl.maximum(o_i + 1 - parts, 0)
+        left = units - tl.minimum(forced + looks * STEP, listed)
+        if UPPER:
+            p_looks = p_rest + o_s[:, None] * steps + looks[None, :]
+            m_looks = m_s & (o_i < items)[None, :]
+            b_rest = _power(tl.load(p_looks, mask=m_looks, other=float("-inf")), b_top[:, None])
+        else:
+            b_rest = _power(b_low, b_top[:, None]) * left.to(tl.float32)[None, :]
+        b_part = b_rest / (b_sum + b_rest)
+        # Of infinite numbers nothing is known.
+        b_part = tl.where(b_part == b_part, b_part, 1.0)
+        b_part = tl.where(m_s & (left > 0)[None, :], b_part, 0.0)
+        # [BI]
+        b_missing = tl.sum(b_part, 0) / G if MEAN else tl.max(b_part, 0)
+        enough = (o_i >= parts) & (o_i < items) & (b_missing <= slack)
+        stop = tl.minimum(tl.min(tl.where(enough, o_i + 1, FAR)), items)
+        at = o_i == stop - 1
+        missing = tl.sum(tl.where(at, b_missing, 0.0))
+        b_reached = tl.sum(tl.where(at[None, :], b_sum, 0.0), 1)
+        searching = stop > first
+        if searching:
+            b_before += tl.sum(b_mass, 1)
+            b_low_before = tl.min(b_low, 1)
+    return stop, missing, b_top, b_reached
 
 
 @triton.jit(do_not_specialize_on_alignment=SLICES)
@@ -70,6 +156,7 @@ def progressive_finish_kernel(
     A row that stopped is merged up to there. For one that did not, ``until_words`` says where it
     stops at the latest, were nothing further on of any mass; AGAIN, they all have.
     """
+    begin()
     i_rh, i_d = tl.program_id(0), tl.program_id(1)
     STEP: tl.constexpr = BN * TILES // UNIT
     there = tl.load(there_words + i_rh)
@@ -79,15 +166,14 @@ def progressive_finish_kernel(
         stopped = until <= there
         there = until
     if not stopped:
-        o_i, o_s = tl.arange(0, BI), tl.arange(0, BS)
-        base = i_rh.to(tl.int64) * pieces
-        p_lse = lse + base * G
-        o_w = o_i[:, None] * G + o_s[None, :]
-        # What is not there yet is of an earlier step; it is loaded while the rest is on its way.
-        m_w = (o_i < pieces)[:, None] & (o_s < G)[None, :]
-        # [BI, BS]
-        b_l = tl.load(p_lse + o_w, mask=m_w, other=float("-inf"))
-        b_low = tl.load(least + base * G + o_w, mask=m_w, other=float("inf"))
+        base = i_rh.to(tl.int64) * pieces * G
+        o_m, o_s, o_d = tl.arange(0, BM), tl.arange(0, BS), i_d * BD + tl.arange(0, BD)
+        m_s = (o_s < G)[None, :]
+        # [BM, BS, BD]; most rows stop within these, which are on their way while it is found where.
+        o_p = o_m[:, None] * G + o_s[None, :]
+        p_o = partial + base * D + o_p[:, :, None] * D + o_d[None, None, :]
+        m_p = (o_m < there)[:, None] & m_s
+        b_o = tl.load(p_o, mask=m_p[:, :, None], other=0.0)
         i_l, _tail, _tokens, prologue, total, units, listed, forced = work(
             seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT
         )
@@ -96,32 +182,12 @@ def progressive_finish_kernel(
         epsilon = tl.load(epsilons + i_rh // H)
         # At 1 nothing may be left out, however small it looks.
         slack = tl.where(epsilon < 1.0, 1.0 - epsilon, -1.0)
-        m_there = (o_i < there)[:, None]
-        b_l = tl.where(m_there, b_l, float("-inf"))
-        b_low = tl.associative_scan(tl.where(m_there, b_low, float("inf")), 0, _smaller)
-        # [BS]
-        b_top = tl.floor(tl.max(b_l, 0))
-        b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
-        b_sum = tl.cumsum(_power(b_l, b_top[None, :]), 0)
-        looks = tl.maximum(o_i + 1 - parts, 0)
-        left = units - tl.minimum(forced + looks * STEP, listed)
-        if UPPER:
-            p_rest = rest_bounds + i_rh.to(tl.int64) * (G * steps)
-            p_rest += o_s[None, :] * steps + looks[:, None]
-            m_rest = (o_i < items)[:, None] & (o_s < G)[None, :]
-            b_rest = tl.load(p_rest, mask=m_rest, other=float("-inf"))
-            b_rest = _power(b_rest, b_top[None, :])
-        else:
-            b_rest = _power(b_low, b_top[None, :]) * left.to(tl.float32)[:, None]
-        b_part = b_rest / (b_sum + b_rest)
-        # Of infinite numbers nothing is known.
-        b_part = tl.where(b_part == b_part, b_part, 1.0)
-        b_part = tl.where((o_s < G)[None, :] & (left > 0)[:, None], b_part, 0.0)
-        # [BI]
-        b_missing = tl.sum(b_part, 1) / G if MEAN else tl.max(b_part, 1)
-        enough = (o_i >= parts) & (o_i < items) & (b_missing <= slack)
+        p_rest = None if rest_bounds is None else rest_bounds + i_rh.to(tl.int64) * (G * steps)
         # A look at what is there depends on nothing after it; one further on sees no more mass.
-        stop = tl.minimum(tl.min(tl.where(enough, o_i + 1, BI + 1)), items)
+        stop, missing, b_top, b_reached = _find_stop(
+            lse + base, least + base, p_rest, pieces, steps, there, parts, items, units, forced,
+            listed, slack, G, BS, BI, STEP, UPPER, MEAN,
+        )  # fmt: skip
         if not AGAIN:
             if i_d == 0:
                 # One more, lest sums that are rounded elsewhere should fall a little short there.
@@ -129,14 +195,12 @@ def progressive_finish_kernel(
                 tl.store(until_words + i_rh, latest)
             stopped = stop > there
         if not stopped:
-            at = o_i == stop - 1
             if i_d == 0:
                 got = tl.minimum(forced + (stop - parts) * STEP, listed)
                 tl.store(reached + i_l, got)
                 i_e = tl.load(expected_rows + i_rh // H).to(tl.int64) * H + i_rh % H
                 tl.store(expected + i_e, stop - parts)
                 if counters is not None:
-                    missing = tl.sum(tl.where(at, b_missing, 0.0))
                     missing = tl.where(got < units, missing, 0.0)
                     reached_ppm = ((1.0 - missing) * 1000000.0 + 0.5).to(tl.int64)
                     short = (missing > slack) & (got < units)
@@ -146,18 +210,18 @@ def progressive_finish_kernel(
                         tl.atomic_add(counters + 2, units.to(tl.int64))
                         tl.atomic_add(counters + 3, reached_ppm)
                         tl.atomic_add(counters + 4, short.to(tl.int64))
-            o_m, o_d = tl.arange(0, BM), i_d * BD + tl.arange(0, BD)
-            m_s = o_s < G
-            # [BM, BS, BD]
+            p_x = lse + base + o_m[:, None] + o_s[None, :] * pieces
             b_acc = tl.zeros((BM, BS, BD), tl.float32)
-            for i_m in tl.range(0, stop, BM):
-                o_p = (i_m + o_m)[:, None] * G + o_s[None, :]
-                m_p = (i_m + o_m < stop)[:, None] & m_s[None, :]
-                b_x = tl.load(p_lse + o_p, mask=m_p, other=float("-inf"))
-                p_o = partial + base * (G * D) + o_p[:, :, None] * D + o_d[None, None, :]
-                b_o = tl.load(p_o, mask=m_p[:, :, None], other=0.0)
+            i_m = 0
+            while i_m < stop:
+                m_p = (i_m + o_m < stop)[:, None] & m_s
+                b_x = tl.load(p_x + i_m, mask=m_p, other=float("-inf"))
+                # What lies after the stop may be no number.
+                b_o = tl.where(m_p[:, :, None], b_o, 0.0)
                 b_acc += b_o * _power(b_x, b_top[None, :])[:, :, None]
-            b_all = tl.sum(tl.where(at[:, None], b_sum, 0.0), 0)
+                i_m += BM
+                m_p = (i_m + o_m < stop)[:, None] & m_s
+                b_o = tl.load(p_o + i_m * (G * D), mask=m_p[:, :, None], other=0.0)
             p_out = out + (i_rh.to(tl.int64) * G + o_s)[:, None] * D + o_d[None, :]
-            b_out = cast(tl.sum(b_acc, 0) / b_all[:, None], out.dtype.element_ty)
-            tl.store(p_out, b_out, mask=m_s[:, None])
+            b_out = cast(tl.sum(b_acc, 0) / b_reached[:, None], out.dtype.element_ty)
+            tl.store(p_out, b_out, mask=(o_s < G)[:, None])

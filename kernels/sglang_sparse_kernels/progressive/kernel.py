@@ -20,6 +20,7 @@ import triton.language as tl
 from ..common import group_size, next_power_of_2
 from ..device import multiprocessors, programs_to_fill
 from ..plan import DecodePlan
+from ..triton_ops import begin, overlapping
 from .finish_kernel import SLICES, progressive_finish_kernel
 from .types import MAX_PARTS, ProgressiveWorkspace
 from .work_kernel import attend_shares, cuts, work
@@ -28,6 +29,8 @@ from .work_kernel import attend_shares, cuts, work
 WARPS = 4
 TILE = 128
 STAGES = 2
+# Tiles that a program could attend to while it turns to another row and KV head.
+ROW_COST = 1
 # Programs that attend, a multiprocessor, and registers a thread with which they run at once.
 CTAS_PER_SM = 3
 REGISTERS = 168
@@ -35,6 +38,8 @@ REGISTERS = 168
 SPARE = 4
 # Numbers that a program merges at once, and the channels of them where programs are few.
 MERGED, CHANNELS = 4096, 32
+# Looks at once: as many as a warp has threads, so that no sum over them waits for another warp.
+LOOKS = 32
 # Rows times KV heads that one compiled kernel serves, or four times as many, and so on: a batch
 # that is larger than any before it must not wait for a compiler.
 LEAST_ROW_HEADS = 256
@@ -93,6 +98,7 @@ def progressive_attend_kernel(
     HAS_CAP: tl.constexpr,
     SPARE: tl.constexpr,
     STAGES: tl.constexpr,
+    ROW_COST: tl.constexpr,
 ):
     programs = tl.num_programs(0)
     o_r = tl.arange(0, BR)
@@ -108,8 +114,8 @@ def progressive_attend_kernel(
     b_taken = tl.minimum(b_last, b_most)
     b_amount = tl.minimum(b_front + b_taken * TILES, b_tiles)
     amount = tl.sum(tl.where(m_r, b_amount, 0))
-    # A program that would have nothing to do attends to a little more of a row.
-    spare = (tl.cdiv(amount, programs) * programs - amount) // (count * TILES)
+    # Programs that would have nothing to do attend to a little more of each row.
+    spare = tl.maximum(programs - amount - count * ROW_COST, 0) // (count * TILES)
     b_taken = tl.minimum(b_taken + tl.minimum(spare, tl.cdiv(b_taken, SPARE)), b_most)
     b_amount = tl.where(m_r, tl.minimum(b_front + b_taken * TILES, b_tiles), 0)
     if tl.program_id(0) == 0:
@@ -118,6 +124,7 @@ def progressive_attend_kernel(
         b_amount, None, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units, list_rows,
         indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
         recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+        ROW_COST,
     )  # fmt: skip
 
 
@@ -159,7 +166,9 @@ def progressive_extend_kernel(
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
+    ROW_COST: tl.constexpr,
 ):
+    begin()
     o_r = tl.arange(0, BR)
     m_r = o_r < count
     b_more = tl.load(until + o_r, mask=m_r, other=0) - tl.load(there + o_r, mask=m_r, other=0)
@@ -167,7 +176,7 @@ def progressive_extend_kernel(
         b_more * TILES, there, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units,
         list_rows, indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces,
         sink, recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP,
-        STAGES,
+        STAGES, ROW_COST,
     )  # fmt: skip
 
 
@@ -200,7 +209,7 @@ def progressive_decode_attention_triton(
     rows, query_heads, dim = q.shape
     heads = k_buffer.shape[1]
     group = group_size(query_heads, heads)
-    capacity, pieces = indices.shape[2], workspace.lse.shape[2]
+    capacity, pieces = indices.shape[2], workspace.lse.shape[3]
     tile = min(microbatch, max(TILE, unit))
     kv = (q, k_buffer, v_buffer, plan.page_table)
     lengths = (plan.seq_lens, plan.tail_start, plan.k_units, plan.list_rows)
@@ -224,6 +233,7 @@ def progressive_decode_attention_triton(
         "PAGE": page_size,
         "HAS_CAP": logit_cap > 0,
         "STAGES": STAGES,
+        "ROW_COST": ROW_COST,
         "maxnreg": REGISTERS,
     }
     few = rows * heads <= multiprocessors(q.device)
@@ -231,12 +241,14 @@ def progressive_decode_attention_triton(
     group_tile = next_power_of_2(group)
     stop = cut | {
         "BS": group_tile,
-        "BI": next_power_of_2(MAX_PARTS + -(-capacity * unit // microbatch)),
+        "BI": LOOKS,
         "BM": MERGED // (group_tile * channels),
         "BD": channels,
         "UPPER": rest_bounds is not None,
         "MEAN": share == "mean",
     }
+    # Launches after the first come up while the one before ends.
+    tail = overlapping(0)
     programs = num_programs(q.device)
     ends = (rows * heads, dim // channels)
     expectation = (expected, expected_rows)
@@ -248,9 +260,9 @@ def progressive_decode_attention_triton(
         *kv, *lengths, indices, ranked, *expectation, *found, *sizes, rows * heads, *factors,
         SPARE=SPARE, **shares,
     )  # fmt: skip
-    progressive_finish_kernel[ends](*ended, AGAIN=False, **stop)
+    progressive_finish_kernel[ends](*ended, AGAIN=False, **stop, **tail)
     progressive_extend_kernel[(programs,)](
         *kv, *lengths, indices, ranked, *found, workspace.until, *sizes, rows * heads, *factors,
-        **shares,
+        **shares, **tail,
     )  # fmt: skip
-    progressive_finish_kernel[ends](*ended, AGAIN=True, **stop)
+    progressive_finish_kernel[ends](*ended, AGAIN=True, **stop, **tail)

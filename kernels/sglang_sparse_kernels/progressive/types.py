@@ -31,8 +31,8 @@ class ProgressiveWorkspace:
 
     Attributes:
         partial: float32 [R, H, I, G, D], attention over one piece.
-        lse: float32 [R, H, I, G], its log2 of the sum of exponentials.
-        least: float32 [R, H, I, G], log2 of its smallest block mass.
+        lse: float32 [R, H, G, I], its log2 of the sum of exponentials.
+        least: float32 [R, H, G, I], log2 of its smallest block mass.
         there: int32 [R, H], pieces that were attended to as expected.
         until: int32 [R, H], pieces up to which more is attended to; ``there`` if that is enough.
     """
@@ -81,15 +81,16 @@ def make_progressive_workspace(
         items: from :func:`num_items`.
         device: where it lives.
     """
-    shape = (max_rows, num_kv_heads, items, num_heads // num_kv_heads)
+    group = num_heads // num_kv_heads
+    looks = (max_rows, num_kv_heads, group, items)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return ProgressiveWorkspace(
-        partial=zeros(*shape, head_dim),
-        lse=zeros(*shape),
-        least=zeros(*shape),
-        there=zeros(*shape[:2], dtype=torch.int32),
-        until=zeros(*shape[:2], dtype=torch.int32),
+        partial=zeros(max_rows, num_kv_heads, items, group, head_dim),
+        lse=zeros(*looks),
+        least=zeros(*looks),
+        there=zeros(max_rows, num_kv_heads, dtype=torch.int32),
+        until=zeros(max_rows, num_kv_heads, dtype=torch.int32),
     )

@@ -149,9 +149,13 @@ def attend_tiles(
     b_row, m_n, tokens = _slots(
         p_list, p_table, tile_first, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
     )
+    # The first one begins a piece; ``at`` counts the tiles of a piece.
+    piece = tl.where(tile_first < front, tile_first // part, parts + (tile_first - front) // TILES)
+    at = 0
     for tile in tl.range(tile_first, tile_last, num_stages=STAGES):
         o_kv = (b_row.to(tl.int64) * H + i_h) * D
         m_kv, n_blocks = m_n, tl.cdiv(tokens, UNIT)
+        goes_on = at > 0
         # Where the next tile lies is looked up while this one is on its way.
         b_row, m_n, tokens = _slots(
             p_list, p_table, tile + 1, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
@@ -166,19 +170,17 @@ def attend_tiles(
         else:
             b_s *= scale_log2
         b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
-        at = tl.where(tile < front, tile % part, (tile - front) % TILES)
-        goes_on = at > 0
         b_before = tl.where(goes_on, b_max, float("-inf"))
         b_max = tl.maximum(b_before, tl.max(b_s, 1))
         # A tile whose rows are all masked must not turn -inf - -inf into NaN.
         b_shift = tl.where(b_max == float("-inf"), 0.0, b_max)
         b_p = tl.exp2(b_s - b_shift[:, None])
         b_alpha = tl.exp2(b_before - b_shift)
-        b_sum = tl.where(goes_on, b_sum * b_alpha, 0.0) + tl.sum(b_p, 1)
         # [BG, BN // UNIT]
         b_block = b_p
         if UNIT > 1:
             b_block = tl.sum(tl.reshape(b_p, (BG, BN // UNIT, UNIT)), 2)
+        b_sum = tl.where(goes_on, b_sum * b_alpha, 0.0) + tl.sum(b_block, 1)
         b_block = tl.where(b_block > 0, tl.log2(b_block), float("-inf")) + b_shift[:, None]
         m_block = (tl.arange(0, BN // UNIT) < n_blocks) & (tile >= front)
         b_least = tl.min(tl.where(m_block[None, :], b_block, float("inf")), 1)
@@ -193,8 +195,9 @@ def attend_tiles(
         b_right = tl.where(goes_on, b_right * b_alpha[:, None], 0.0)
         b_right = dot(b_weight, b_w, b_right)
 
-        piece = tl.where(tile < front, tile // part, parts + (tile - front) // TILES)
-        m_o = m_g & (next_piece(tile + 1, front, part, tiles, TILES) == tile + 1)
+        at, after = at + 1, tile + 1
+        ends = (at == tl.where(tile < front, part, TILES)) | (after == front) | (after == tiles)
+        m_o = m_g & ends
         o_o = (base + piece) * G + o_g
         b_some = tl.where(b_sum > 0, b_sum, 1.0)
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
@@ -203,8 +206,16 @@ def attend_tiles(
         p_o = partial + o_o[:, None] * D + o_h[None, :]
         tl.store(p_o, b_left / b_some[:, None], mask=m_o[:, None])
         tl.store(p_o + HALF, b_right / b_some[:, None], mask=m_o[:, None])
-        tl.store(lse + o_o, b_lse, mask=m_o)
-        tl.store(least + o_o, b_low, mask=m_o)
+        o_l = base * G + o_g * pieces + piece
+        tl.store(lse + o_l, b_lse, mask=m_o)
+        tl.store(least + o_l, b_low, mask=m_o)
+        piece += ends.to(tl.int32)
+        at = tl.where(ends, 0, at)
+
+
+@triton.jit
+def _add_three(a_0, a_1, a_2, b_0, b_1, b_2):
+    return a_0 + b_0, a_1 + b_1, a_2 + b_2
 
 
 @triton.jit
@@ -243,34 +254,48 @@ def attend_shares(
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
+    ROW_COST: tl.constexpr,
 ):
     """Attend to this program's share of ``b_amount`` tiles [rows and KV heads], all of them in one
     sequence. A row and KV head's begin after the ``there`` pieces, or at its first if that is None.
+
+    Each row counts for ROW_COST tiles more: a program that has parts of two attends to fewer.
     """
-    amount = tl.sum(b_amount)
-    share = tl.cdiv(amount, tl.num_programs(0))
-    at = tl.program_id(0) * share
-    end = tl.minimum(at + share, amount)
+    programs, i_p = tl.num_programs(0), tl.program_id(0)
+    b_cost = tl.where(b_amount > 0, b_amount + ROW_COST, 0)
+    amount = tl.sum(b_cost)
+    share = amount // programs
+    more = amount - share * programs
+    at = i_p * share + tl.minimum(i_p, more)
+    end = at + share + (i_p < more).to(tl.int32)
     if at < end:
-        b_end = tl.cumsum(b_amount, 0)
+        b_end = tl.cumsum(b_cost, 0)
+        b_first = b_end - b_cost
+        o_r = tl.arange(0, b_amount.shape[0])
         while at < end:
-            i_rh = tl.sum((b_end <= at).to(tl.int32))
-            row_first = tl.max(tl.where(b_end <= at, b_end, 0))
-            until = tl.minimum(end, tl.min(tl.where(b_end > at, b_end, amount)))
+            m_at = (b_first <= at) & (at < b_end)
+            i_rh, row_first, row_end = tl.reduce(
+                (tl.where(m_at, o_r, 0), tl.where(m_at, b_first, 0), tl.where(m_at, b_end, 0)),
+                0,
+                _add_three,
+            )
+            until = tl.minimum(end, row_end)
             i_l, tail, tail_tokens, prologue, total, _units, _listed, _forced = work(
                 seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H,
                 UNIT,
             )  # fmt: skip
             front, part, parts, _most, tiles = cuts(prologue, total, BN, TILES, PARTS)
-            if there is None:
-                begin = -row_first
-            else:
-                begin = front + (tl.load(there + i_rh) - parts) * TILES - row_first
-            attend_tiles(
-                q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,
-                next_piece(begin + at, front, part, tiles, TILES),
-                next_piece(begin + until, front, part, tiles, TILES),
-                tail, tail_tokens, prologue, total, stride_q, stride_table, capacity, pieces,
-                scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
-            )  # fmt: skip
+            begin = 0
+            if there is not None:
+                begin = front + (tl.load(there + i_rh) - parts) * TILES
+            first = begin + tl.maximum(at - row_first - ROW_COST, 0)
+            last = begin + tl.maximum(until - row_first - ROW_COST, 0)
+            if first < last:
+                attend_tiles(
+                    q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,
+                    next_piece(first, front, part, tiles, TILES),
+                    next_piece(last, front, part, tiles, TILES), tail, tail_tokens, prologue, total,
+                    stride_q, stride_table, capacity, pieces, scale_log2, logit_cap, H, G, BG, D,
+                    PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+                )  # fmt: skip
             at = until
