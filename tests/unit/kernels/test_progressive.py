@@ -150,8 +150,9 @@ def test_what_was_expected_and_who_attends_change_no_bit(monkeypatch: pytest.Mon
     most = int(took.max())
     assert 1 < most < 10
     # What is expected is all there is, falls just short, and falls far short.
-    for programs, expected in ((3, 2**30), (5, most - 1), (1, -5)):
+    for programs, row_cost, expected in ((3, 0, 2**30), (5, 2, most - 1), (1, 1, -5)):
         monkeypatch.setattr(kernel, "num_programs", lambda _, programs=programs: programs)
+        monkeypatch.setattr(kernel, "ROW_COST", row_cost)
         again = run(batch, scores, ask, "triton", expected)
         for name in ("out", "reached", "counters", "expected"):
             assert torch.equal(again[name], first[name]), (name, programs, expected)
@@ -162,6 +163,18 @@ def test_pieces_of_several_tiles_hold_what_one_tile_would(monkeypatch: pytest.Mo
     batch = make_batch(([200, 130], 32, 1, 2, 64, torch.bfloat16, 16, 1, 64, 64), dense_rows=(1,))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 64)
     check(batch, scores, run(batch, scores, ask, "triton"), ask)
+
+
+def test_looks_at_a_few_pieces_at_a_time_find_the_same_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernel, "LOOKS", 4)
+    monkeypatch.setattr(kernel, "MERGED", 512)  # two pieces of 4 query heads
+    batch = make_batch(([333, 90], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 32)
+    got = run(batch, scores, ask, "triton")
+    check(batch, scores, got, ask)
+    assert int(got["expected"].max()) > 4
 
 
 def test_batches_of_all_sizes_share_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
