@@ -35,6 +35,8 @@ ONE_LIST = {
     "budget": {"kind": "tokens", "tokens": 32768},
     "min_sparse_tokens": 64,
 }
+# The budget as shipped; a request may ask for the whole context.
+ASKED = {"budget": {"max_fraction": 1.0}, "min_sparse_tokens": 64}
 WHOLE_MASS = {
     "budget": {"epsilon": 1.0, "cap": 32768},
     "min_sparse_tokens": 64,
@@ -96,6 +98,21 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # The same, prompts in one chunk.
+    "kascade-whole": (
+        [
+            *SPARSE,
+            "kascade",
+            *("--sparse-config", json.dumps({"min_sparse_tokens": 64, "prefill": TILES})),
+            *("--chunked-prefill-size", "4096"),
+        ],
+        {},
+    ),
+    "kascade-shipped": ([*SPARSE, "kascade", "--sparse-config", json.dumps(ASKED)], {}),
+    "kascade-sketch-shipped": (
+        [*SPARSE, "kascade_sketch", "--sparse-config", json.dumps(ASKED)],
+        {},
     ),
     "kascade-sketch-everything": (
         [

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from live_server import LiveServer, token_ids
@@ -16,12 +17,14 @@ Server = Callable[[str], LiveServer]
 TOKENS = 6
 
 
-def answers_one_by_one(live: LiveServer, prompts: list[list[int]]) -> list[list[int]]:
+def answers_one_by_one(
+    live: LiveServer, prompts: list[list[int]], **options: Any
+) -> list[list[int]]:
     """Greedy tokens of each prompt, asked alone on a cold cache."""
     found = []
     for prompt in prompts:
         live.flush()
-        found.append(token_ids(live.generate([prompt], TOKENS, ignore_eos=True))[0])
+        found.append(token_ids(live.generate([prompt], TOKENS, ignore_eos=True, **options))[0])
     return found
 
 
@@ -40,10 +43,25 @@ def test_budgets_above_the_context_give_the_dense_answers(
     assert state["layers"] == {"dense_select": [0], "select": [1, 2, 3, 4], "reuse": [5]}
 
 
-def test_prefixes_chunks_and_neighbours_do_not_change_answers(
-    server: Server, prompts: list[list[int]]
+@pytest.mark.parametrize("name", ["kascade-shipped", "kascade-sketch-shipped"])
+def test_requests_that_ask_for_the_whole_context_get_the_dense_answers(
+    server: Server, prompts: list[list[int]], name: str
 ) -> None:
-    live = server("kascade")
+    ids = [prompts[0][:800], prompts[1][:450]]
+    want = answers_one_by_one(server("dense"), ids)
+    live = server(name)
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    whole = {"custom_params": {"sparse": {"budget": 1.0}}}
+    assert answers_one_by_one(live, ids, **whole) == want
+    steps = live.sparse_state()["decode_steps"]["sparse"] - before
+    assert steps >= len(ids) * (TOKENS - 1)
+
+
+@pytest.mark.parametrize("name", ["kascade", "kascade-shipped", "kascade-sketch-shipped"])
+def test_prefixes_chunks_and_neighbours_do_not_change_answers(
+    server: Server, prompts: list[list[int]], name: str
+) -> None:
+    live = server(name)
     # The second shares a prefix with the first, of a length that is no multiple of the chunks.
     short, long, other = prompts[0][:450], prompts[0][:900], prompts[1][:330]
     cold = answers_one_by_one(live, [short, long, other])
@@ -56,6 +74,17 @@ def test_prefixes_chunks_and_neighbours_do_not_change_answers(
     live.flush()
     together = live.generate([short, long, other, short[:90]], TOKENS, ignore_eos=True)
     assert token_ids(together)[:3] == cold
+
+
+def test_prompts_in_chunks_get_the_answers_of_whole_ones(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    ids = [prompts[0][:900], prompts[1][:1500]]
+    cut = answers_one_by_one(server("kascade"), ids)
+    live = server("kascade-whole")
+    assert answers_one_by_one(live, ids) == cut
+    # As many batches as prompts, and one that SGLang warms up with.
+    assert live.sparse_state()["prefill_batches"]["sparse"] == len(ids)
 
 
 def test_facts_far_back_are_found_with_a_tenth_of_the_context(

@@ -119,15 +119,19 @@ def bounds_kernel(
         low, high = sample_bounds(
             p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN
         )
-        # Between the bounds lie at most 15 standard deviations of a rank in the sample: if it is
-        # as large as this, five sixths of what may be listed of a row.
+        # Between the bounds lie some 15 standard deviations of a rank in the sample at most. If the
+        # sample is as large as this, they are five sixths of what may be listed of a row.
         share = k.to(tl.float32) / n
-        spread = n.to(tl.float32) * 18 / most_listed
-        rounds = tl.ceil(share * (1.0 - share) * spread * spread / TILE).to(tl.int32)
+        variance, spread = share * (1.0 - share), n.to(tl.float32) * 18 / most_listed
+        rounds = variance * spread * spread / TILE
+        # What lies between the bounds of the first sample must fit, too.
+        most = tl.minimum(list_blocks, TILE)
+        room = most / (15.0 * tl.sqrt(variance * TILE) + 3.0 * BLOCK)
+        rounds = tl.ceil(tl.minimum(rounds, room - 1.0)).to(tl.int32)
         if rounds > 1:
             low, high = _closer_bounds(
-                p_scores, p_list, low, high, n, k, rounds, tl.minimum(list_blocks, TILE),
-                forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN,
+                p_scores, p_list, low, high, n, k, rounds, most, forced_below, free_below, TILE,
+                BLOCK, WHOLE, CLEAN,
             )  # fmt: skip
         tl.store(state + i_rh * COLUMNS + _LOW, key_of(low))
         tl.store(state + i_rh * COLUMNS + _HIGH, key_of(high))
@@ -418,7 +422,7 @@ def stream_topk_triton(
     tile_blocks: int,
     tile_units: int,
 ) -> None:
-    """Launch the four passes over parts, then :func:`stream_topk_kernel` for rows left over.
+    """Launch the passes over parts, then :func:`stream_topk_kernel` for rows left over.
 
     Args:
         clean: scores hold neither NaN nor +inf.
@@ -440,8 +444,8 @@ def stream_topk_triton(
     tiles = {"BT": PART_UNITS, "SPLITS": STREAM_SPLITS, "num_warps": PART_WARPS}
     parts = (rows * heads, STREAM_SPLITS)
     bounds_kernel[parts[:1]](
-        scores, workspace.blocks, workspace.state, *row, width, list_blocks, MOST_LISTED, capacity,
-        sink, recent,
+        scores, workspace.blocks, workspace.state, *row, width, list_blocks,
+        min(MOST_LISTED, STREAM_SPLITS * max(most_open, CHUNK)), capacity, sink, recent,
         TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS, **reads, **shapes,
     )  # fmt: skip
     partition_kernel[parts](

@@ -41,7 +41,8 @@ class TopkWorkspace:
     Attributes:
         block_max: [R, H, padded_blocks(max_units)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner; of a row
-            that is streamed, the bits of the scores near the k-th best.
+            that is streamed, the bits of the scores near the k-th best, or units, where one
+            program takes it.
         state: [R, H, columns] int32, what the programs that share a row tell each other.
         found_scores: float32, flat, scores of the units that may win, listed by each of the
             programs that share a row of a short list.

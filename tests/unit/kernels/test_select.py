@@ -207,6 +207,7 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
         ("constant", 256, 8192, True),
         # Some 1,800 units lie between the bounds of so small a sample.
         ("normal", 256, 1024, True),
+        ("infinite", 256, 1024, True),
     ],
 )
 def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
