@@ -274,7 +274,8 @@ class MassCase:
     def time_fixed(self, replays: int) -> tuple[dict[str, float], float]:
         """Microseconds of attention over a fixed budget by how it is split, and of its step.
 
-        A served budget splits by its own rule and hands each head its own number.
+        The step is that of a served budget, which splits by its own rule and hands each head its
+        own number.
         """
         times = {}
         for even in (True, False):

@@ -57,17 +57,18 @@ def launch_table(rows: dict[tuple[str, int, int], dict[str, Any]]) -> list[str]:
     shapes = measured(rows)
     first, last = shapes[0], shapes[-1]
     titles = " | ".join(f"µs a launch, {c // 1024}K x {b}" for c, b in (first, last))
-    lines = [f"| step | launches a layer | {titles} |", "| --- | ---: | --- | --- |"]
+    counted = " / ".join(f"{c // 1024}K x {b}" for c, b in (first, last))
+    lines = [f"| step | launches a layer, {counted} | {titles} |", "| --- | ---: | --- | --- |"]
     for name in dict.fromkeys(name for name, *_ in rows if name.endswith(": step")):
-        cells = []
+        cells, counts = [], []
         for shape in (first, last):
             found = rows.get((name, *shape), {}).get("launches", [])
             cells.append(
                 ", ".join(f"{short(kernel['name'])} {kernel['us']:.1f}" for kernel in found)
             )
-        found = rows.get((name, *first), {}).get("launches", [])
-        count = sum(kernel["launches"] for kernel in found)
-        lines.append(f"| {name.removesuffix(': step')} | {count:.2g} | {cells[0]} | {cells[1]} |")
+            counts.append(f"{sum(kernel['launches'] for kernel in found):.2g}")
+        count = " / ".join(counts)
+        lines.append(f"| {name.removesuffix(': step')} | {count} | {cells[0]} | {cells[1]} |")
     return lines
 
 

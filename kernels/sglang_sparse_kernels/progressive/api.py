@@ -339,9 +339,12 @@ def progressive_decode_attention(
         check_dtype(name, words, torch.int32)
         check_contiguous(name, words)
     workspace = workspace.rows(rows)
-    check_shape("workspace.partial", workspace.partial, (rows, heads, -1, group, dim))
-    if workspace.lse.shape[3] < items:
-        raise ValueError(f"workspace holds {workspace.lse.shape[3]} items, needed are {items}")
+    held = workspace.partial.shape[2]
+    check_shape("workspace.partial", workspace.partial, (rows, heads, held, group, dim))
+    for name, looks in {"lse": workspace.lse, "least": workspace.least}.items():
+        check_shape(f"workspace.{name}", looks, (rows, heads, group, held))
+    if held < items:
+        raise ValueError(f"workspace holds {held} items, needed are {items}")
     from .kernel import progressive_decode_attention_triton
 
     progressive_decode_attention_triton(

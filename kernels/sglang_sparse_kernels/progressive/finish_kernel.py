@@ -179,6 +179,9 @@ def progressive_finish_kernel(
         )
         _front, _part, parts, microbatches, _tiles = cuts(prologue, total, BN, TILES, PARTS)
         items = parts + microbatches
+        if AGAIN:
+            # Of infinite numbers nothing is known, but what was not attended to holds no numbers.
+            items = tl.minimum(items, there)
         epsilon = tl.load(epsilons + i_rh // H)
         # At 1 nothing may be left out, however small it looks.
         slack = tl.where(epsilon < 1.0, 1.0 - epsilon, -1.0)

@@ -34,7 +34,7 @@ ROW_COST = 1
 # Programs that attend, a multiprocessor, and registers a thread with which they run at once.
 CTAS_PER_SM = 3
 REGISTERS = 168
-# The part of the last step's microbatches that programs which would idle may add.
+# Programs that would idle may add one for so many of the last step's microbatches.
 SPARE = 4
 # Numbers that a program merges at once, and the channels of them where programs are few.
 MERGED, CHANNELS = 4096, 32
@@ -247,7 +247,7 @@ def progressive_decode_attention_triton(
         "UPPER": rest_bounds is not None,
         "MEAN": share == "mean",
     }
-    # Launches after the first come up while the one before ends.
+    # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     programs = num_programs(q.device)
     ends = (rows * heads, dim // channels)

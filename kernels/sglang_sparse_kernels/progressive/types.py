@@ -9,7 +9,7 @@ MICROBATCHES = (16, 32, 64, 128)
 """Tokens that may be attended to between two looks at the share."""
 
 MAX_RANKED_UNITS = 4096
-"""Units that a list may rank: every one is compared with every other."""
+"""Units that a list may rank: they are sorted in the registers of one program."""
 
 COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 """What is added up on the device, a sparse row and KV head at a time: how many there were, units
