@@ -83,7 +83,7 @@ def test_prompts_in_chunks_get_the_answers_of_whole_ones(
     cut = answers_one_by_one(server("kascade"), ids)
     live = server("kascade-whole")
     assert answers_one_by_one(live, ids) == cut
-    # As many batches as prompts, and one that SGLang warms up with.
+    # One batch each: none of them was cut.
     assert live.sparse_state()["prefill_batches"]["sparse"] == len(ids)
 
 

@@ -24,6 +24,7 @@ import capacity  # isort: skip
 import client  # isort: skip
 import crossover  # isort: skip
 import decode_latency  # isort: skip
+import profile_decode  # isort: skip
 import report  # isort: skip
 import scenarios  # isort: skip
 import short  # isort: skip
@@ -319,3 +320,14 @@ def test_the_crossover_lies_where_the_last_loss_ends() -> None:
     assert crossover.crossover(dense, dict.fromkeys(dense, 4.0), 1) == 1000
     assert crossover.crossover(dense, dict.fromkeys(dense, 8.0), 1) is None
     assert crossover.crossover(dense, late, 2) is None
+
+
+def test_a_profile_counts_time_that_launches_share_once() -> None:
+    times = ((100.0, 40.0), (130.0, 30.0), (135.0, 5.0), (200.0, 20.0))
+    events = [{"cat": "kernel", "name": "k", "ts": ts, "dur": dur} for ts, dur in times]
+    found = profile_decode.summary([{"cat": "cpu_op", "name": "o", "ts": 0, "dur": 9}, *events])
+    assert found["span_us"] * profile_decode.STEPS == 120
+    assert found["busy_us"] * profile_decode.STEPS == 60 + 20
+    assert found["gap_us"] * profile_decode.STEPS == 40
+    assert found["launches"] * profile_decode.STEPS == len(times)
+    assert found["kernels"][0]["us"] * profile_decode.STEPS == 95
