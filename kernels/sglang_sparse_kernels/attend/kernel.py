@@ -12,10 +12,13 @@ from ..plan import DecodePlan
 from ..triton_ops import begin, cast, dot, overlapping
 from .types import num_splits
 
+# One each for the units that tokens are of, for their pages, and for K and V: all run ahead.
+STAGES = 3
 
-def _tile(split_tokens: int) -> tuple[int, int, int]:
-    """(tokens a tile, stages, warps) for splits of so many tokens."""
-    return (64, 4, 2) if split_tokens <= 64 else (128, 2, 4)
+
+def _tile(split_tokens: int) -> tuple[int, int]:
+    """(tokens a tile, warps) for splits of so many tokens."""
+    return (64, 2) if split_tokens <= 64 else (128, 4)
 
 
 @triton.jit
@@ -104,14 +107,9 @@ def attend_split_kernel(
     b_sum = tl.zeros((BG,), tl.float32)
     p_table = page_table + i_r.to(tl.int64) * stride_table
     p_list = indices + i_l * capacity
-    b_row, m_n = _rows(p_list, p_table, first, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
+        b_row, m_kv = _rows(p_list, p_table, i_n, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
         o_kv = (b_row.to(tl.int64) * H + i_h) * D
-        m_kv = m_n
-        # Where the next tile lies is looked up while this one is on its way.
-        b_row, m_n = _rows(
-            p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, BN, UNIT, PAGE
-        )
         # [BN, D]
         b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN]
@@ -197,7 +195,7 @@ def gathered_decode_attention_triton(
     group = group_size(query_heads, heads)
     capacity = indices.shape[2]
     splits = num_splits(rows, heads, capacity * unit, q.device)
-    tile, stages, warps = _tile(triton.cdiv(capacity * unit, splits))
+    tile, warps = _tile(triton.cdiv(capacity * unit, splits))
     partials = rows * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
@@ -235,7 +233,7 @@ def gathered_decode_attention_triton(
         BN=tile,
         SPLITS=splits,
         HAS_CAP=logit_cap > 0,
-        STAGES=stages,
+        STAGES=STAGES,
         num_warps=warps,
         **overlapping(rows * heads),
     )
