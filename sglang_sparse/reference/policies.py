@@ -324,7 +324,13 @@ def progressive(
         rest = torch.nn.functional.pad(after, (0, 1)) + outside
     missing = (rest / (reached + rest)).nan_to_num(1.0)
     pooled = missing.amax(2) if policy.share == "min" else missing.mean(2)
-    looks = (place >= first) & ((place + 1 - first) % (policy.microbatch // unit) == 0)
+    # The kernels' always kept units are without the current token. Those of them that are left over
+    # beside whole microbatches, with one unit for the current token, go with the first ranked ones.
+    step = policy.microbatch // unit
+    not_last = torch.nn.functional.pad(valid[:, 1:], (0, 1))
+    earlier = _by_unit(always & not_last, unit)[:, None].sum(-1, keepdim=True)
+    left_over = torch.where(earlier + 1 >= step, (earlier + 1) % step, 0)
+    looks = (place >= first) & ((place + 1 - first + left_over) % step == 0)
     done = looks & (pooled <= 1 - policy.epsilon) & (policy.epsilon < 1)
     stop = torch.where(done.any(-1, keepdim=True), done.int().argmax(-1, keepdim=True) + 1, most)
     kept = place < stop.minimum(count)

@@ -31,6 +31,8 @@ def _power(b_l, exponent):
 def _find_stop(
     p_lse,
     p_least,
+    b_next_l,
+    b_next_low,
     p_rest,
     pieces,
     steps,
@@ -38,7 +40,7 @@ def _find_stop(
     parts,
     items,
     units,
-    forced,
+    before,
     listed,
     slack,
     G: tl.constexpr,
@@ -50,17 +52,12 @@ def _find_stop(
 ):
     """Look at the missing share after piece by piece, BI at a time, until it is small enough.
 
+    ``p_lse`` and ``p_least`` point at the first BI pieces' numbers [BS, BI], which are loaded.
     Returns (pieces up to the stop, the share missing there, a whole exponent [BS], the mass
     reached there divided by two to that exponent [BS]).
     """
     o_n, o_s = tl.arange(0, BI), tl.arange(0, BS)
     m_s = (o_s < G)[:, None]
-    # [BS, BI]: a query head's looks are neighbours, so that one warp sums them.
-    o_w = o_s[:, None] * pieces + o_n[None, :]
-    m_w = m_s & (o_n < pieces)[None, :]
-    # What is not there yet is of an earlier step; it is loaded while the rest is on its way.
-    b_next_l = tl.load(p_lse + o_w, mask=m_w, other=float("-inf"))
-    b_next_low = tl.load(p_least + o_w, mask=m_w, other=float("inf"))
     # [BS], of the pieces before
     b_top = tl.zeros((BS,), tl.float32)
     b_before = tl.zeros((BS,), tl.float32)
@@ -75,8 +72,8 @@ def _find_stop(
         b_l = tl.where(m_there, b_next_l, float("-inf"))
         b_low = tl.where(m_there, b_next_low, float("inf"))
         m_w = m_s & (o_i + BI < pieces)[None, :]
-        b_next_l = tl.load(p_lse + first + o_w, mask=m_w, other=float("-inf"))
-        b_next_low = tl.load(p_least + first + o_w, mask=m_w, other=float("inf"))
+        b_next_l = tl.load(p_lse + first, mask=m_w, other=float("-inf"))
+        b_next_low = tl.load(p_least + first, mask=m_w, other=float("inf"))
         b_high = tl.floor(tl.max(b_l, 1))
         b_high = tl.where(b_before > 0, tl.maximum(b_top, b_high), b_high)
         b_high = tl.where(b_high == float("-inf"), 0.0, b_high)
@@ -87,7 +84,7 @@ def _find_stop(
         b_sum = b_before[:, None] + tl.cumsum(b_mass, 1)
         b_low = tl.minimum(b_low_before[:, None], tl.associative_scan(b_low, 1, _smaller))
         looks = tl.maximum(o_i + 1 - parts, 0)
-        left = units - tl.minimum(forced + looks * STEP, listed)
+        left = units - tl.minimum(before + looks * STEP, listed)
         if UPPER:
             p_looks = p_rest + o_s[:, None] * steps + looks[None, :]
             m_looks = m_s & (o_i < items)[None, :]
@@ -129,6 +126,7 @@ def progressive_finish_kernel(
     least,
     there_words,
     until_words,
+    listed_words,
     out,
     counters,
     capacity,
@@ -169,27 +167,40 @@ def progressive_finish_kernel(
         base = i_rh.to(tl.int64) * pieces * G
         o_m, o_s, o_d = tl.arange(0, BM), tl.arange(0, BS), i_d * BD + tl.arange(0, BD)
         m_s = (o_s < G)[None, :]
-        # [BM, BS, BD]; most rows stop within these, which are on their way while it is found where.
-        o_p = o_m[:, None] * G + o_s[None, :]
-        p_o = partial + base * D + o_p[:, :, None] * D + o_d[None, None, :]
-        m_p = (o_m < there)[:, None] & m_s
-        b_o = tl.load(p_o, mask=m_p[:, :, None], other=0.0)
-        i_l, _tail, _tokens, prologue, total, units, listed, forced = work(
-            seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT
-        )
+        # [BS, BI]: a query head's looks are neighbours, so that one warp sums them. What is not
+        # there yet is of an earlier step; it is loaded while the rest is on its way.
+        o_n = tl.arange(0, BI)
+        o_w = base + o_s[:, None] * pieces + o_n[None, :]
+        m_w = (o_s < G)[:, None] & (o_n < pieces)[None, :]
+        b_l = tl.load(lse + o_w, mask=m_w, other=float("-inf"))
+        b_low = tl.load(least + o_w, mask=m_w, other=float("inf"))
+        i_l, _tail, _tokens, prologue, total, units, listed, before, _forced = work(
+            seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT,
+            STEP, listed_words,
+        )  # fmt: skip
         _front, _part, parts, microbatches, _tiles = cuts(prologue, total, BN, TILES, PARTS)
         items = parts + microbatches
         if AGAIN:
             # Of infinite numbers nothing is known, but what was not attended to holds no numbers.
             items = tl.minimum(items, there)
         epsilon = tl.load(epsilons + i_rh // H)
+        i_e = tl.load(expected_rows + i_rh // H).to(tl.int64) * H + i_rh % H
         # At 1 nothing may be left out, however small it looks.
         slack = tl.where(epsilon < 1.0, 1.0 - epsilon, -1.0)
+        # None of the loads above is put off until one of these has an address.
+        tl.debug_barrier()
+        # [BM, BS, BD]; most rows stop within these, which are on their way while it is found where.
+        o_p = o_m[:, None] * G + o_s[None, :]
+        p_o = partial + base * D + o_p[:, :, None] * D + o_d[None, None, :]
+        m_p = (o_m < there)[:, None] & m_s
+        b_o = tl.load(p_o, mask=m_p[:, :, None], other=0.0)
+        p_x = lse + base + o_m[:, None] + o_s[None, :] * pieces
+        b_x = tl.load(p_x, mask=m_p, other=float("-inf"))
         p_rest = None if rest_bounds is None else rest_bounds + i_rh.to(tl.int64) * (G * steps)
         # A look at what is there depends on nothing after it; one further on sees no more mass.
         stop, missing, b_top, b_reached = _find_stop(
-            lse + base, least + base, p_rest, pieces, steps, there, parts, items, units, forced,
-            listed, slack, G, BS, BI, STEP, UPPER, MEAN,
+            lse + o_w, least + o_w, b_l, b_low, p_rest, pieces, steps, there, parts, items, units,
+            before, listed, slack, G, BS, BI, STEP, UPPER, MEAN,
         )  # fmt: skip
         if not AGAIN:
             if i_d == 0:
@@ -198,33 +209,33 @@ def progressive_finish_kernel(
                 tl.store(until_words + i_rh, latest)
             stopped = stop > there
         if not stopped:
+            got = tl.minimum(before + (stop - parts) * STEP, listed)
             if i_d == 0:
-                got = tl.minimum(forced + (stop - parts) * STEP, listed)
                 tl.store(reached + i_l, got)
-                i_e = tl.load(expected_rows + i_rh // H).to(tl.int64) * H + i_rh % H
                 tl.store(expected + i_e, stop - parts)
-                if counters is not None:
-                    missing = tl.where(got < units, missing, 0.0)
-                    reached_ppm = ((1.0 - missing) * 1000000.0 + 0.5).to(tl.int64)
-                    short = (missing > slack) & (got < units)
-                    if listed > 0:
-                        tl.atomic_add(counters + 0, tl.full((), 1, tl.int64))
-                        tl.atomic_add(counters + 1, got.to(tl.int64))
-                        tl.atomic_add(counters + 2, units.to(tl.int64))
-                        tl.atomic_add(counters + 3, reached_ppm)
-                        tl.atomic_add(counters + 4, short.to(tl.int64))
-            p_x = lse + base + o_m[:, None] + o_s[None, :] * pieces
             b_acc = tl.zeros((BM, BS, BD), tl.float32)
             i_m = 0
             while i_m < stop:
-                m_p = (i_m + o_m < stop)[:, None] & m_s
-                b_x = tl.load(p_x + i_m, mask=m_p, other=float("-inf"))
                 # What lies after the stop may be no number.
+                m_p = (i_m + o_m < stop)[:, None] & m_s
+                b_x = tl.where(m_p, b_x, float("-inf"))
                 b_o = tl.where(m_p[:, :, None], b_o, 0.0)
                 b_acc += b_o * _power(b_x, b_top[None, :])[:, :, None]
                 i_m += BM
                 m_p = (i_m + o_m < stop)[:, None] & m_s
+                b_x = tl.load(p_x + i_m, mask=m_p, other=float("-inf"))
                 b_o = tl.load(p_o + i_m * (G * D), mask=m_p[:, :, None], other=0.0)
             p_out = out + (i_rh.to(tl.int64) * G + o_s)[:, None] * D + o_d[None, :]
             b_out = cast(tl.sum(b_acc, 0) / b_reached[:, None], out.dtype.element_ty)
             tl.store(p_out, b_out, mask=(o_s < G)[:, None])
+            if counters is not None:
+                missing = tl.where(got < units, missing, 0.0)
+                reached_ppm = ((1.0 - missing) * 1000000.0 + 0.5).to(tl.int64)
+                short = (missing > slack) & (got < units)
+                if (listed > 0) & (i_d == 0):
+                    # In any order and seen by no launch: without waiting for what was written.
+                    tl.atomic_add(counters + 0, tl.full((), 1, tl.int64), sem="relaxed")
+                    tl.atomic_add(counters + 1, got.to(tl.int64), sem="relaxed")
+                    tl.atomic_add(counters + 2, units.to(tl.int64), sem="relaxed")
+                    tl.atomic_add(counters + 3, reached_ppm, sem="relaxed")
+                    tl.atomic_add(counters + 4, short.to(tl.int64), sem="relaxed")

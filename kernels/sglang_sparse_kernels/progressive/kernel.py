@@ -28,7 +28,8 @@ from .work_kernel import attend_shares, cuts, work
 # Both launches that attend take as many warps and the same tile: sums over it must round alike.
 WARPS = 4
 TILE = 128
-STAGES = 2
+# One each for the units that tokens are of, for their pages, and for K and V: all run ahead.
+STAGES = 3
 # Tiles that a program could attend to while it turns to another row and KV head.
 ROW_COST = 1
 # Programs that attend, a multiprocessor, and registers a thread with which they run at once.
@@ -76,6 +77,7 @@ def progressive_attend_kernel(
     lse,
     least,
     there,
+    listed,
     stride_q,
     stride_table,
     capacity,
@@ -107,9 +109,10 @@ def progressive_attend_kernel(
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(expected_rows + o_r // H).to(tl.int64) * H + o_r % H
     b_last = tl.maximum(tl.load(expected + i_e), 1)
-    _, _, _, b_prologue, b_total, _, _, _ = work(
-        seq_lens, tail_start, k_units, list_rows, ranked, o_r, capacity, sink, recent, H, UNIT
-    )
+    _, _, _, b_prologue, b_total, _, b_listed, _, _ = work(
+        seq_lens, tail_start, k_units, list_rows, ranked, o_r, capacity, sink, recent, H, UNIT,
+        BN * TILES // UNIT,
+    )  # fmt: skip
     b_front, _, b_parts, b_most, b_tiles = cuts(b_prologue, b_total, BN, TILES, PARTS)
     b_taken = tl.minimum(b_last, b_most)
     b_amount = tl.minimum(b_front + b_taken * TILES, b_tiles)
@@ -120,6 +123,7 @@ def progressive_attend_kernel(
     b_amount = tl.where(m_r, tl.minimum(b_front + b_taken * TILES, b_tiles), 0)
     if tl.program_id(0) == 0:
         tl.store(there + o_r, b_parts + b_taken, mask=m_r)
+        tl.store(listed + o_r, b_listed, mask=m_r)
     attend_shares(
         b_amount, None, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units, list_rows,
         indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
@@ -254,11 +258,11 @@ def progressive_decode_attention_triton(
     expectation = (expected, expected_rows)
     ended = (
         *lengths, ranked, reached, *expectation, epsilons, rest_bounds, *found, workspace.until,
-        out, counters, capacity, pieces, steps, sink, recent,
+        workspace.listed, out, counters, capacity, pieces, steps, sink, recent,
     )  # fmt: skip
     progressive_attend_kernel[(programs,)](
-        *kv, *lengths, indices, ranked, *expectation, *found, *sizes, rows * heads, *factors,
-        SPARE=SPARE, **shares,
+        *kv, *lengths, indices, ranked, *expectation, *found, workspace.listed, *sizes,
+        rows * heads, *factors, SPARE=SPARE, **shares,
     )  # fmt: skip
     progressive_finish_kernel[ends](*ended, AGAIN=False, **stop, **tail)
     progressive_extend_kernel[(programs,)](

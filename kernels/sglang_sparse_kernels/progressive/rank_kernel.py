@@ -36,6 +36,12 @@ def forced_range(tokens, sink, recent, UNIT: tl.constexpr):
 
 
 @triton.jit
+def prologue_units(forced, STEP: tl.constexpr):
+    """See :func:`.reference.prologue_units`."""
+    return tl.where(forced + 1 >= STEP, (forced + 1) // STEP * STEP - 1, forced)
+
+
+@triton.jit
 def _load_scores(p_scores, b_unit, m_unit, below, start):
     b_s = tl.load(p_scores + b_unit, mask=m_unit, other=float("-inf"))
     return rankable(b_s, (b_unit < below) | (b_unit >= start), m_unit)
@@ -172,7 +178,7 @@ def remaining_bounds_kernel(
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
         kept = tl.load(counts + i_l)
         below, start, forced = forced_range(tokens, sink, recent, UNIT)
-        first = tl.minimum(forced, kept)
+        first = tl.minimum(prologue_units(forced, STEP), kept)
         o_g = tl.arange(0, BS)
         m_g = o_g < G
         p_scores = scores + i_rh * width

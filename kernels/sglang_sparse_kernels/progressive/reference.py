@@ -21,6 +21,15 @@ def forced_units(tokens: int, unit: int, sink: int, recent: int) -> int:
     return min(below, units) + max(0, units - max(max(0, tokens - recent) // unit, below))
 
 
+def prologue_units(forced: int, step: int) -> int:
+    """Units attended to before the first microbatch of ``step`` units, of those that are forced.
+
+    All of them, if they are few. Of more, as many as fill whole microbatches with a unit of room
+    for the tail: what is left over would take as long as a microbatch, and goes with the first.
+    """
+    return (forced + 1) // step * step - 1 if forced + 1 >= step else forced
+
+
 def rank_units_reference(
     scores: torch.Tensor,
     plan: DecodePlan,
@@ -74,7 +83,7 @@ def remaining_bounds_reference(
         tokens, target = int(plan.tail_start[row]), int(plan.list_rows[row])
         units = -(-tokens // unit)
         kept = int(counts[target].max())  # a row's lists are equally long
-        first = min(forced_units(tokens, unit, sink, recent), kept)
+        first = min(prologue_units(forced_units(tokens, unit, sink, recent), step), kept)
         sizes = (tokens - torch.arange(units, device=bounds.device) * unit).clamp(max=unit)
         logs = _capped(bounds[row, :, :, :units] * sm_scale, logit_cap) + sizes.log()
         top = logs.amax(-1, keepdim=True)
@@ -146,12 +155,13 @@ def progressive_decode_attention_reference(
         if listed:
             mass = weights[..., : listed * unit].unflatten(-1, (listed, unit)).sum(-1)
             before = weights[..., listed * unit :].sum(-1, keepdim=True)
-            first = min(forced_units(tail_start, unit, sink, recent), listed)
-            # One entry a look at the share: j microbatches after what is always attended to.
+            forced = forced_units(tail_start, unit, sink, recent)
+            first = min(prologue_units(forced, step), listed)
+            # One entry a look at the share, j microbatches after the prologue.
             looks = torch.arange(-(-(listed - first) // step) + 1, device=device)
             place = (first + looks * step).clamp(max=listed)
             sums = torch.cat((before, before + mass.cumsum(-1)), -1)[..., place]
-            least = mass.masked_fill(torch.arange(listed, device=device) < first, float("inf"))
+            least = mass.masked_fill(torch.arange(listed, device=device) < forced, float("inf"))
             least = least.cummin(-1).values[..., (place - 1).clamp(min=0)]
             attended = place.minimum(counts[:, None])  # [heads, looks]
             left = (units - attended)[:, None]

@@ -35,6 +35,7 @@ class ProgressiveWorkspace:
         least: float32 [R, H, G, I], log2 of its smallest block mass.
         there: int32 [R, H], pieces that were attended to as expected.
         until: int32 [R, H], pieces up to which more is attended to; ``there`` if that is enough.
+        listed: int32 [R, H], units that may be attended to.
     """
 
     partial: torch.Tensor
@@ -42,6 +43,7 @@ class ProgressiveWorkspace:
     least: torch.Tensor
     there: torch.Tensor
     until: torch.Tensor
+    listed: torch.Tensor
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -60,7 +62,7 @@ class ProgressiveWorkspace:
 
 def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, items: int) -> int:
     """Bytes of one row of :func:`make_progressive_workspace`."""
-    return 4 * (items * num_heads * (head_dim + 2) + 2 * num_kv_heads)
+    return 4 * (items * num_heads * (head_dim + 2) + 3 * num_kv_heads)
 
 
 def make_progressive_workspace(
@@ -93,4 +95,5 @@ def make_progressive_workspace(
         least=zeros(*looks),
         there=zeros(max_rows, num_kv_heads, dtype=torch.int32),
         until=zeros(max_rows, num_kv_heads, dtype=torch.int32),
+        listed=zeros(max_rows, num_kv_heads, dtype=torch.int32),
     )

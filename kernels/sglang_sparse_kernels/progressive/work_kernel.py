@@ -3,17 +3,17 @@
 # mypy: disable-error-code="no-untyped-def"
 """What a row and KV head has to attend to, cut into tiles and pieces, and attention over those.
 
-Its tokens in the order tail, units that are always selected, ranked units are cut into tiles of BN.
-The first ``front`` tiles, attended to in any case, make up at most PARTS pieces; after them every
-TILES tiles, a microbatch, are one. Where tiles and pieces lie follows from the plan alone, and a
-piece is attended to by one program, so what it comes to does not depend on who attends to it.
+Its tokens in the order tail, units that are always selected, ranked units are cut into tiles of
+BN. The first ``front`` tiles, before any look at the share, make up at most PARTS pieces; after
+them every TILES tiles, a microbatch, are one. Where tiles and pieces lie follows from the plan
+alone, and a piece is attended to by one program: what it comes to does not depend on whose it is.
 """
 
 import triton
 import triton.language as tl
 
 from ..triton_ops import cast, dot
-from .rank_kernel import forced_range
+from .rank_kernel import forced_range, prologue_units
 
 
 @triton.jit
@@ -29,27 +29,36 @@ def work(
     recent,
     H: tl.constexpr,
     UNIT: tl.constexpr,
+    STEP: tl.constexpr,
+    listed_words=None,
 ):
     """Of a row and KV head, or of a vector of those: (list row, tail start, tokens of the tail,
-    tokens attended to in any case, all tokens, units of the domain, listed, forced)."""
+    tokens before the first microbatch, all tokens, units of the domain, listed, units before the
+    first microbatch, forced).
+
+    ``listed_words`` are the listed of an earlier launch: nothing is loaded to find the list then.
+    """
     i_r = i_rh // H
     i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
     tail = tl.load(tail_start + i_r)
     tail_tokens = tl.load(seq_lens + i_r) - tail
     k = tl.minimum(tl.load(k_units + i_r), capacity)
     units = tl.cdiv(tail, UNIT)
-    # A dense row's count is whatever its owner before left there.
-    listed = tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
+    if listed_words is None:
+        # A dense row's count is whatever its owner before left there.
+        listed = tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
+    else:
+        listed = tl.load(listed_words + i_rh)
     _, _, forced = forced_range(tail, sink, recent, UNIT)
-    forced = tl.minimum(forced, listed)
-    prologue = tail_tokens + forced * UNIT
+    before = tl.minimum(prologue_units(forced, STEP), listed)
+    prologue = tail_tokens + before * UNIT
     total = tail_tokens + listed * UNIT
-    return i_l, tail, tail_tokens, prologue, total, units, listed, forced
+    return i_l, tail, tail_tokens, prologue, total, units, listed, before, forced
 
 
 @triton.jit
 def cuts(prologue, total, BN: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr):
-    """(tiles attended to in any case, tiles a part of those, parts, microbatches, all tiles)."""
+    """(tiles before any look, tiles a part of those, parts, microbatches, all tiles)."""
     front = tl.cdiv(prologue, BN)
     part = tl.maximum(tl.cdiv(front, PARTS), 1)
     ranked_tiles = tl.cdiv(total - prologue, BN)
@@ -109,6 +118,7 @@ def attend_tiles(
     tail_tokens,
     prologue,
     total,
+    forced,
     stride_q,
     stride_table,
     capacity,
@@ -146,20 +156,15 @@ def attend_tiles(
     b_max = tl.full((BG,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BG,), tl.float32)
     b_low = tl.full((BG,), float("inf"), tl.float32)
-    b_row, m_n, tokens = _slots(
-        p_list, p_table, tile_first, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
-    )
     # The first one begins a piece; ``at`` counts the tiles of a piece.
     piece = tl.where(tile_first < front, tile_first // part, parts + (tile_first - front) // TILES)
     at = 0
     for tile in tl.range(tile_first, tile_last, num_stages=STAGES):
-        o_kv = (b_row.to(tl.int64) * H + i_h) * D
-        m_kv, n_blocks = m_n, tl.cdiv(tokens, UNIT)
-        goes_on = at > 0
-        # Where the next tile lies is looked up while this one is on its way.
-        b_row, m_n, tokens = _slots(
-            p_list, p_table, tile + 1, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
+        b_row, m_kv, tokens = _slots(
+            p_list, p_table, tile, front, tail, tail_tokens, prologue, total, BN, UNIT, PAGE
         )
+        o_kv = (b_row.to(tl.int64) * H + i_h) * D
+        n_blocks, goes_on = tl.cdiv(tokens, UNIT), at > 0
         # [BN, D]
         b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN], for exp2
@@ -182,7 +187,10 @@ def attend_tiles(
             b_block = tl.sum(tl.reshape(b_p, (BG, BN // UNIT, UNIT)), 2)
         b_sum = tl.where(goes_on, b_sum * b_alpha, 0.0) + tl.sum(b_block, 1)
         b_block = tl.where(b_block > 0, tl.log2(b_block), float("-inf")) + b_shift[:, None]
-        m_block = (tl.arange(0, BN // UNIT) < n_blocks) & (tile >= front)
+        # Forced units are of no rank; the last ones may lie behind the prologue.
+        o_b = tl.arange(0, BN // UNIT)
+        rank = (prologue - tail_tokens + (tile - front) * BN) // UNIT + o_b
+        m_block = (o_b < n_blocks) & (tile >= front) & (rank >= forced)
         b_least = tl.min(tl.where(m_block[None, :], b_block, float("inf")), 1)
         b_low = tl.minimum(tl.where(goes_on, b_low, float("inf")), b_least)
         # [BN, HALF]
@@ -280,9 +288,9 @@ def attend_shares(
                 _add_three,
             )
             until = tl.minimum(end, row_end)
-            i_l, tail, tail_tokens, prologue, total, _units, _listed, _forced = work(
+            i_l, tail, tail_tokens, prologue, total, _units, _listed, _before, forced = work(
                 seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H,
-                UNIT,
+                UNIT, BN * TILES // UNIT,
             )  # fmt: skip
             front, part, parts, _most, tiles = cuts(prologue, total, BN, TILES, PARTS)
             begin = 0
@@ -295,7 +303,7 @@ def attend_shares(
                     q, k_buffer, v_buffer, page_table, indices, partial, lse, least, i_rh, i_l,
                     next_piece(first, front, part, tiles, TILES),
                     next_piece(last, front, part, tiles, TILES), tail, tail_tokens, prologue, total,
-                    stride_q, stride_table, capacity, pieces, scale_log2, logit_cap, H, G, BG, D,
-                    PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+                    forced, stride_q, stride_table, capacity, pieces, scale_log2, logit_cap, H, G,
+                    BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
                 )  # fmt: skip
             at = until

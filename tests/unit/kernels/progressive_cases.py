@@ -168,20 +168,27 @@ def naive_order(batch: Batch, scores: torch.Tensor, row: int, head: int) -> tupl
 def naive_stop(
     batch: Batch, order: list[int], first: int, row: int, head: int, ask: Setting, bounds: object
 ) -> tuple[int, float, float]:
-    """(units attended to, estimated share there, distance of the nearest share from epsilon)."""
-    epsilon = ask.of(row)
+    """(units attended to, estimated share there, distance of the nearest share from epsilon).
+
+    The ``first`` units are forced; what is more than whole microbatches of them, but for a unit's
+    room for the tail, goes with the first ranked ones.
+    """
+    epsilon, step = ask.of(row), ask.microbatch // batch.unit
     mass = unit_masses(batch, row, ask.logit_cap)[head]
     acc = tail_mass(batch, row, ask.logit_cap)[head].clone()
-    for unit in order[:first]:
+    begin = first
+    while begin >= step and (begin + 1) % step:
+        begin -= 1
+    for unit in order[:begin]:
         acc += mass[:, unit]
     least = torch.full_like(acc, float("inf"))
-    units, at, look, nearest = mass.shape[-1], first, 0, float("inf")
+    units, at, look, nearest = mass.shape[-1], begin, 0, float("inf")
     share = 1.0 if units == first else 0.0
     while at < len(order):
-        for unit in order[at : at + ask.microbatch // batch.unit]:
-            acc += mass[:, unit]
-            least = torch.minimum(least, mass[:, unit])
-        at, look = min(at + ask.microbatch // batch.unit, len(order)), look + 1
+        for rank in range(at, min(at + step, len(order))):
+            acc += mass[:, order[rank]]
+            least = torch.minimum(least, mass[:, order[rank]]) if rank >= first else least
+        at, look = min(at + step, len(order)), look + 1
         left = units - at
         rest = least * left if bounds is None else 2.0 ** bounds[row, head, :, look].double()
         shares = acc / (acc + rest) if left else torch.ones_like(acc)
