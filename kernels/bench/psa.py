@@ -351,7 +351,12 @@ class MassCase:
 
 def timed(calls: list[Callable[[], None]], replays: int) -> float:
     """Median microseconds of one call."""
-    return time_calls(calls * -(-CALLS // len(calls)), replays)["us"]
+    return spread(calls, replays)["us"]
+
+
+def spread(calls: list[Callable[[], None]], replays: int) -> dict[str, float]:
+    """Microseconds of one call, and the tenth and ninetieth percentiles."""
+    return time_calls(calls * -(-CALLS // len(calls)), replays)
 
 
 def measure(
@@ -400,9 +405,12 @@ def measure_turn(
     }  # fmt: skip
     attends = [partial(case.attend, layer) for layer in case.layers]
     found["fixed_us"], fixed_whole = case.time_fixed(replays)
+    found["spread"] = {
+        "attend": spread(attends, replays),
+        "attend_same_query": spread(attends[: len(attends) // 2], replays),
+    }  # fmt: skip
     found["us"] = {
-        "attend": timed(attends, replays),
-        "attend_same_query": timed(attends[: len(attends) // 2], replays),
+        **{name: times["us"] for name, times in found["spread"].items()},
         "step": timed([partial(case.step, layer) for layer in case.layers], replays),
         "fixed_attend": min(found["fixed_us"].values()), "fixed_step": fixed_whole,
         "fixed_as_served": found["fixed_us"]["each head's own"],
