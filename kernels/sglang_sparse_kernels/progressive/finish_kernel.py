@@ -113,9 +113,7 @@ def _find_stop(
 def progressive_finish_kernel(
     seq_lens,
     tail_start,
-    k_units,
     list_rows,
-    ranked,
     reached,
     expected,
     expected_rows,
@@ -129,7 +127,6 @@ def progressive_finish_kernel(
     listed_words,
     out,
     counters,
-    capacity,
     pieces,
     steps,
     sink,
@@ -174,17 +171,18 @@ def progressive_finish_kernel(
         m_w = (o_s < G)[:, None] & (o_n < pieces)[None, :]
         b_l = tl.load(lse + o_w, mask=m_w, other=float("-inf"))
         b_low = tl.load(least + o_w, mask=m_w, other=float("inf"))
-        i_l, _tail, _tokens, prologue, total, units, listed, before, _forced = work(
-            seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H, UNIT,
-            STEP, listed_words,
-        )  # fmt: skip
+        i_r, listed = i_rh // H, tl.load(listed_words + i_rh)
+        _tail, _tokens, prologue, total, units, before, _forced = work(
+            seq_lens, tail_start, i_r, listed, sink, recent, UNIT, STEP
+        )
         _front, _part, parts, microbatches, _tiles = cuts(prologue, total, BN, TILES, PARTS)
         items = parts + microbatches
         if AGAIN:
             # Of infinite numbers nothing is known, but what was not attended to holds no numbers.
             items = tl.minimum(items, there)
-        epsilon = tl.load(epsilons + i_rh // H)
-        i_e = tl.load(expected_rows + i_rh // H).to(tl.int64) * H + i_rh % H
+        epsilon = tl.load(epsilons + i_r)
+        i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+        i_e = tl.load(expected_rows + i_r).to(tl.int64) * H + i_rh % H
         # At 1 nothing may be left out, however small it looks.
         slack = tl.where(epsilon < 1.0, 1.0 - epsilon, -1.0)
         # None of the loads above is put off until one of these has an address.

@@ -23,7 +23,7 @@ from ..plan import DecodePlan
 from ..triton_ops import begin, overlapping
 from .finish_kernel import SLICES, progressive_finish_kernel
 from .types import MAX_PARTS, ProgressiveWorkspace
-from .work_kernel import attend_shares, cuts, work
+from .work_kernel import attend_shares, cuts, listed_units, work
 
 # Both launches that attend take as many warps and the same tile: sums over it must round alike.
 WARPS = 4
@@ -109,10 +109,10 @@ def progressive_attend_kernel(
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(expected_rows + o_r // H).to(tl.int64) * H + o_r % H
     b_last = tl.maximum(tl.load(expected + i_e), 1)
-    _, _, _, b_prologue, b_total, _, b_listed, _, _ = work(
-        seq_lens, tail_start, k_units, list_rows, ranked, o_r, capacity, sink, recent, H, UNIT,
-        BN * TILES // UNIT,
-    )  # fmt: skip
+    _, b_listed = listed_units(k_units, list_rows, ranked, o_r, capacity, H)
+    _, _, b_prologue, b_total, _, _, _ = work(
+        seq_lens, tail_start, o_r // H, b_listed, sink, recent, UNIT, BN * TILES // UNIT
+    )
     b_front, _, b_parts, b_most, b_tiles = cuts(b_prologue, b_total, BN, TILES, PARTS)
     b_taken = tl.minimum(b_last, b_most)
     b_amount = tl.minimum(b_front + b_taken * TILES, b_tiles)
@@ -257,8 +257,9 @@ def progressive_decode_attention_triton(
     ends = (rows * heads, dim // channels)
     expectation = (expected, expected_rows)
     ended = (
-        *lengths, ranked, reached, *expectation, epsilons, rest_bounds, *found, workspace.until,
-        workspace.listed, out, counters, capacity, pieces, steps, sink, recent,
+        plan.seq_lens, plan.tail_start, plan.list_rows, reached, *expectation, epsilons,
+        rest_bounds, *found, workspace.until, workspace.listed, out, counters, pieces, steps, sink,
+        recent,
     )  # fmt: skip
     progressive_attend_kernel[(programs,)](
         *kv, *lengths, indices, ranked, *expectation, *found, workspace.listed, *sizes,

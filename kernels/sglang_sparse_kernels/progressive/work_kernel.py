@@ -17,43 +17,35 @@ from .rank_kernel import forced_range, prologue_units
 
 
 @triton.jit
+def listed_units(k_units, list_rows, ranked, i_rh, capacity, H: tl.constexpr):
+    """Of a row and KV head, or of a vector of those: (list row, units that may be attended to)."""
+    i_l = tl.load(list_rows + i_rh // H).to(tl.int64) * H + i_rh % H
+    k = tl.minimum(tl.load(k_units + i_rh // H), capacity)
+    # A dense row's count is whatever its owner before left there.
+    return i_l, tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
+
+
+@triton.jit
 def work(
     seq_lens,
     tail_start,
-    k_units,
-    list_rows,
-    ranked,
-    i_rh,
-    capacity,
+    i_r,
+    listed,
     sink,
     recent,
-    H: tl.constexpr,
     UNIT: tl.constexpr,
     STEP: tl.constexpr,
-    listed_words=None,
 ):
-    """Of a row and KV head, or of a vector of those: (list row, tail start, tokens of the tail,
-    tokens before the first microbatch, all tokens, units of the domain, listed, units before the
-    first microbatch, forced).
-
-    ``listed_words`` are the listed of an earlier launch: nothing is loaded to find the list then.
-    """
-    i_r = i_rh // H
-    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    """Of a row whose KV head has ``listed`` units, or of a vector of those: (tail start, tokens of
+    the tail, tokens before the first microbatch, all tokens, units of the domain, units before the
+    first microbatch, forced)."""
     tail = tl.load(tail_start + i_r)
     tail_tokens = tl.load(seq_lens + i_r) - tail
-    k = tl.minimum(tl.load(k_units + i_r), capacity)
-    units = tl.cdiv(tail, UNIT)
-    if listed_words is None:
-        # A dense row's count is whatever its owner before left there.
-        listed = tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
-    else:
-        listed = tl.load(listed_words + i_rh)
     _, _, forced = forced_range(tail, sink, recent, UNIT)
     before = tl.minimum(prologue_units(forced, STEP), listed)
     prologue = tail_tokens + before * UNIT
     total = tail_tokens + listed * UNIT
-    return i_l, tail, tail_tokens, prologue, total, units, listed, before, forced
+    return tail, tail_tokens, prologue, total, tl.cdiv(tail, UNIT), before, forced
 
 
 @triton.jit
@@ -288,10 +280,10 @@ def attend_shares(
                 _add_three,
             )
             until = tl.minimum(end, row_end)
-            i_l, tail, tail_tokens, prologue, total, _units, _listed, _before, forced = work(
-                seq_lens, tail_start, k_units, list_rows, ranked, i_rh, capacity, sink, recent, H,
-                UNIT, BN * TILES // UNIT,
-            )  # fmt: skip
+            i_l, listed = listed_units(k_units, list_rows, ranked, i_rh, capacity, H)
+            tail, tail_tokens, prologue, total, _units, _before, forced = work(
+                seq_lens, tail_start, i_rh // H, listed, sink, recent, UNIT, BN * TILES // UNIT
+            )
             front, part, parts, _most, tiles = cuts(prologue, total, BN, TILES, PARTS)
             begin = 0
             if there is not None:
