@@ -303,7 +303,8 @@ def progressive(
     ``mass`` and ``held`` are from :func:`unit_masses`.
 
     Units that hold an always kept token come first and are not in the estimate's smallest mass;
-    the others follow by score, a microbatch at a time, until the estimate reaches epsilon.
+    the others follow by score, a microbatch at a time, until the estimate reaches epsilon. Looks
+    fall where the kernels' do.
     """
     unit = policy.unit
     forced, live = _by_unit(always, unit)[:, None], _by_unit(valid, unit)[:, None]

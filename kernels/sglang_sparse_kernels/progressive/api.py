@@ -231,14 +231,15 @@ def progressive_decode_attention(
     """Softmax attention over ranked units until their share is reached (PSA, algorithm 1).
 
     Row r, KV head h attends to the tail [tail_start, seq_len), to the units that are always
-    selected, and then to the others of its list in their order, a microbatch at a time. After each
-    microbatch the share is estimated, for each query head, as A / (A + rest), A being the mass
-    reached. ``rest`` is the smallest mass of a unit so far, always selected ones aside (they did
-    not come by rank), times the units of the domain that are left; or, with ``rest_bounds``, the
-    bound given for this look, which never makes the share too large. The KV head stops at the first
-    look at which the group's share is at least its row's epsilon, or at the end of its list. At
-    epsilon 1 only the end of the list stops it. Units after the stop have no effect on the
-    result. A row with k_units 0 has an empty list; with tail_start 0 it is dense.
+    selected, and then to the others of its list in their order, a microbatch at a time. Selected
+    units that are left over beside whole microbatches, with one unit for the tail, are of the first
+    microbatch. After each the share is estimated, for each query head, as A / (A + rest), A being
+    the mass reached. ``rest`` is the smallest mass of a unit so far, always selected ones aside
+    (they did not come by rank), times the units of the domain that are left; or, with
+    ``rest_bounds``, the bound given for this look, which never makes the share too large. The KV
+    head stops at the first look at which the group's share is at least its row's epsilon, or at the
+    end of its list. At epsilon 1 only the end of the list stops it. Units after the stop have no
+    effect on the result. A row with k_units 0 has an empty list; with tail_start 0 it is dense.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is

@@ -17,7 +17,7 @@ attended to, units there were, the estimated share, and lists that ended before 
 reached."""
 
 MAX_PARTS = 32
-"""Parts that what a row attends to in any case is cut into at most; a dense row's is long."""
+"""Parts that what precedes the first microbatch is cut into at most; a dense row's is long."""
 
 
 def num_items(capacity_units: int, unit: int, microbatch: int) -> int:

@@ -201,6 +201,15 @@ def test_batches_of_all_sizes_share_what_is_compiled(monkeypatch: pytest.MonkeyP
     assert len(compiled["finish"]) in (2, 4)
 
 
+@pytest.mark.parametrize("step", [1, 2, 4, 8])
+def test_what_comes_before_the_first_look_fills_whole_microbatches(step: int) -> None:
+    for forced in range(4 * step):
+        before = prologue_units(forced, step)
+        assert forced - step < before <= forced
+        if before < forced:  # with the tail's unit
+            assert (before + 1) % step == 0
+
+
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_each_row_reaches_the_share_that_it_is_asked_for(impl: str) -> None:
     batch = make_batch(([300, 300, 90], 64, 1, 2, 64, torch.bfloat16, 16, 1, 16, 32))
