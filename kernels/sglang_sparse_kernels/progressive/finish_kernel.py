@@ -52,7 +52,8 @@ def _find_stop(
 ):
     """Look at the missing share after piece by piece, BI at a time, until it is small enough.
 
-    ``p_lse`` and ``p_least`` point at the first BI pieces' numbers [BS, BI], which are loaded.
+    ``p_lse`` and ``p_least`` point at the first BI pieces' numbers [BS, BI], ``b_next_l`` and
+    ``b_next_low``.
     Returns (pieces up to the stop, the share missing there, a whole exponent [BS], the mass
     reached there divided by two to that exponent [BS]).
     """
