@@ -94,7 +94,8 @@ def test_bounds_of_what_is_left_are_at_least_what_is_left(upper: bool) -> None:
     for row in range(len(batch.lengths)):
         mass = unit_masses(batch, row, ask.logit_cap)
         for head in range(batch.heads):
-            order, first = naive_order(batch, scores, row, head)
+            order, forced = naive_order(batch, scores, row, head)
+            first = prologue_units(forced, 2)
             for look in range(-(-(len(order) - first) // 2) + 1):
                 seen = order[: first + look * 2]
                 left = mass[head].sum(-1) - mass[head][:, seen].sum(-1)
@@ -208,6 +209,23 @@ def test_what_comes_before_the_first_look_fills_whole_microbatches(step: int) ->
         assert forced - step < before <= forced
         if before < forced:  # with the tail's unit
             assert (before + 1) % step == 0
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_forced_unit_that_weighs_next_to_nothing_ends_no_row(impl: str) -> None:
+    batch = make_batch(([333, 90], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
+    # The first row's last unit is recent; it is left over and goes with the first ranked one.
+    at = torch.arange(320, 332, device=DEVICE)
+    slots = batch.plan.page_table[0].long()[at // 32] * 32 + at % 32
+    batch.k[0][slots, 0] = -batch.q[0].sum(0)
+    if impl == "torch":
+        in_double(batch)
+    scores, ask = shape_keys(batch, "uniform"), Setting(0.9, 32)
+    order, forced = naive_order(batch, scores, 0, 0)
+    assert order[forced - 1] == 20
+    assert prologue_units(forced, 2) < forced
+    stops = check(batch, scores, run(batch, scores, ask, impl), ask)
+    assert stops[0] > prologue_units(forced, 2) + 2
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
