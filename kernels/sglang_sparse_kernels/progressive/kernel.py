@@ -6,11 +6,12 @@
 Where a row stops is known only when it has been attended to so far, but it is much where it stopped
 in its last step. So a first launch attends to as many microbatches as were taken then, of all rows
 and KV heads together, in equal shares for the programs that run at once: no program waits for a
-number of another's. A second one finds the exact stop, and merges what lies before it, or finds
-where a row stops at the latest. A third attends up to there, again in equal shares, and the second
-one runs again for those rows; where everything stopped as expected, these two return at once. A
-microbatch comes to the same whoever attends to it, and those after the stop are left out, so what
-was expected decides the time alone.
+number of another's. In a second one some programs find the exact stop, or where a row stops at the
+latest, while others merge all that was attended to: much is it what lies before the stop. A third
+attends up to the latest stop, again in equal shares, and a fourth looks again at the rows that went
+on, and merges those and the ones that stop earlier; where everything stopped as expected, these two
+return at once. A microbatch comes to the same whoever attends to it, and a merge depends on nothing
+after the stop, so what was expected decides the time alone.
 """
 
 import torch
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
-from ..device import multiprocessors, programs_to_fill
+from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..triton_ops import begin, overlapping
 from .finish_kernel import SLICES, progressive_finish_kernel
@@ -37,8 +38,10 @@ CTAS_PER_SM = 3
 REGISTERS = 168
 # Programs that would idle may add one for so many of the last step's microbatches.
 SPARE = 4
-# Numbers that a program merges at once, and the channels of them where programs are few.
-MERGED, CHANNELS = 4096, 32
+# What looks or merges is small, and waits less for two warps than for four: measured.
+FINISH_WARPS = 2
+# Numbers that a program merges at once, and the channels of them.
+MERGED, CHANNELS = 2048, 32
 # Looks at once: as many as a warp has threads, so that no sum over them waits for another warp.
 LOOKS = 32
 # Rows times KV heads that one compiled kernel serves, or four times as many, and so on: a batch
@@ -67,9 +70,9 @@ def progressive_attend_kernel(
     page_table,
     seq_lens,
     tail_start,
-    k_units,
     list_rows,
     indices,
+    k_units,
     ranked,
     expected,
     expected_rows,
@@ -109,7 +112,7 @@ def progressive_attend_kernel(
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(expected_rows + o_r // H).to(tl.int64) * H + o_r % H
     b_last = tl.maximum(tl.load(expected + i_e), 1)
-    _, b_listed = listed_units(k_units, list_rows, ranked, o_r, capacity, H)
+    b_listed = listed_units(k_units, list_rows, ranked, o_r, capacity, H)
     _, _, b_prologue, b_total, _, _, _ = work(
         seq_lens, tail_start, o_r // H, b_listed, sink, recent, UNIT, BN * TILES // UNIT
     )
@@ -125,10 +128,10 @@ def progressive_attend_kernel(
         tl.store(there + o_r, b_parts + b_taken, mask=m_r)
         tl.store(listed + o_r, b_listed, mask=m_r)
     attend_shares(
-        b_amount, None, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units, list_rows,
-        indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
-        recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
-        ROW_COST,
+        b_amount, b_listed, tl.zeros_like(b_amount), q, k_buffer, v_buffer, page_table, seq_lens,
+        tail_start, list_rows, indices, partial, lse, least, stride_q, stride_table, capacity,
+        pieces, sink, recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS,
+        HAS_CAP, STAGES, ROW_COST,
     )  # fmt: skip
 
 
@@ -140,14 +143,13 @@ def progressive_extend_kernel(
     page_table,
     seq_lens,
     tail_start,
-    k_units,
     list_rows,
     indices,
-    ranked,
     partial,
     lse,
     least,
     there,
+    listed,
     until,
     stride_q,
     stride_table,
@@ -175,12 +177,14 @@ def progressive_extend_kernel(
     begin()
     o_r = tl.arange(0, BR)
     m_r = o_r < count
-    b_more = tl.load(until + o_r, mask=m_r, other=0) - tl.load(there + o_r, mask=m_r, other=0)
+    b_there = tl.load(there + o_r, mask=m_r, other=0)
+    b_listed = tl.load(listed + o_r, mask=m_r, other=0)
+    b_more = tl.load(until + o_r, mask=m_r, other=0) - b_there
     attend_shares(
-        b_more * TILES, there, q, k_buffer, v_buffer, page_table, seq_lens, tail_start, k_units,
-        list_rows, indices, ranked, partial, lse, least, stride_q, stride_table, capacity, pieces,
-        sink, recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP,
-        STAGES, ROW_COST,
+        b_more * TILES, b_listed, b_there, q, k_buffer, v_buffer, page_table, seq_lens, tail_start,
+        list_rows, indices, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
+        recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+        ROW_COST,
     )  # fmt: skip
 
 
@@ -216,7 +220,7 @@ def progressive_decode_attention_triton(
     capacity, pieces = indices.shape[2], workspace.lse.shape[3]
     tile = min(microbatch, max(TILE, unit))
     kv = (q, k_buffer, v_buffer, plan.page_table)
-    lengths = (plan.seq_lens, plan.tail_start, plan.k_units, plan.list_rows)
+    lies = (plan.seq_lens, plan.tail_start, plan.list_rows)
     found = (workspace.partial, workspace.lse, workspace.least, workspace.there)
     sizes = (q.stride(0), plan.page_table.stride(0), capacity, pieces)
     factors = (sink, recent, sm_scale * 1.4426950408889634, logit_cap)
@@ -229,7 +233,6 @@ def progressive_decode_attention_triton(
         "BN": tile,
         "TILES": microbatch // tile,
         "PARTS": MAX_PARTS,
-        "num_warps": WARPS,
     }
     shares = cut | {
         "BG": max(16, next_power_of_2(group)),
@@ -238,36 +241,35 @@ def progressive_decode_attention_triton(
         "HAS_CAP": logit_cap > 0,
         "STAGES": STAGES,
         "ROW_COST": ROW_COST,
+        "num_warps": WARPS,
         "maxnreg": REGISTERS,
     }
-    few = rows * heads <= multiprocessors(q.device)
-    channels = min(CHANNELS if few else dim, dim)
+    slices = dim // CHANNELS
     group_tile = next_power_of_2(group)
     stop = cut | {
         "BS": group_tile,
         "BI": LOOKS,
-        "BM": MERGED // (group_tile * channels),
-        "BD": channels,
+        "BM": MERGED // (group_tile * CHANNELS),
+        "BD": CHANNELS,
         "UPPER": rest_bounds is not None,
         "MEAN": share == "mean",
+        "num_warps": FINISH_WARPS,
     }
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     programs = num_programs(q.device)
-    ends = (rows * heads, dim // channels)
     expectation = (expected, expected_rows)
     ended = (
-        plan.seq_lens, plan.tail_start, plan.list_rows, reached, *expectation, epsilons,
-        rest_bounds, *found, workspace.until, workspace.listed, out, counters, pieces, steps, sink,
-        recent,
+        *lies, reached, *expectation, epsilons, rest_bounds, *found, workspace.until,
+        workspace.stop, workspace.listed, out, counters, pieces, steps, sink, recent,
     )  # fmt: skip
     progressive_attend_kernel[(programs,)](
-        *kv, *lengths, indices, ranked, *expectation, *found, workspace.listed, *sizes,
+        *kv, *lies, indices, plan.k_units, ranked, *expectation, *found, workspace.listed, *sizes,
         rows * heads, *factors, SPARE=SPARE, **shares,
     )  # fmt: skip
-    progressive_finish_kernel[ends](*ended, AGAIN=False, **stop, **tail)
+    progressive_finish_kernel[(rows * heads, 1 + slices)](*ended, AGAIN=False, **stop, **tail)
     progressive_extend_kernel[(programs,)](
-        *kv, *lengths, indices, ranked, *found, workspace.until, *sizes, rows * heads, *factors,
-        **shares, **tail,
+        *kv, *lies, indices, *found, workspace.listed, workspace.until, *sizes, rows * heads,
+        *factors, **shares, **tail,
     )  # fmt: skip
-    progressive_finish_kernel[ends](*ended, AGAIN=True, **stop, **tail)
+    progressive_finish_kernel[(rows * heads, slices)](*ended, AGAIN=True, **stop, **tail)

@@ -35,6 +35,7 @@ class ProgressiveWorkspace:
         least: float32 [R, H, G, I], log2 of its smallest block mass.
         there: int32 [R, H], pieces that were attended to as expected.
         until: int32 [R, H], pieces up to which more is attended to; ``there`` if that is enough.
+        stop: int32 [R, H], pieces up to the stop, more than ``there`` if it lies behind those.
         listed: int32 [R, H], units that may be attended to.
     """
 
@@ -43,6 +44,7 @@ class ProgressiveWorkspace:
     least: torch.Tensor
     there: torch.Tensor
     until: torch.Tensor
+    stop: torch.Tensor
     listed: torch.Tensor
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
@@ -62,7 +64,7 @@ class ProgressiveWorkspace:
 
 def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, items: int) -> int:
     """Bytes of one row of :func:`make_progressive_workspace`."""
-    return 4 * (items * num_heads * (head_dim + 2) + 3 * num_kv_heads)
+    return 4 * (items * num_heads * (head_dim + 2) + 4 * num_kv_heads)
 
 
 def make_progressive_workspace(
@@ -95,5 +97,6 @@ def make_progressive_workspace(
         least=zeros(*looks),
         there=zeros(max_rows, num_kv_heads, dtype=torch.int32),
         until=zeros(max_rows, num_kv_heads, dtype=torch.int32),
+        stop=zeros(max_rows, num_kv_heads, dtype=torch.int32),
         listed=zeros(max_rows, num_kv_heads, dtype=torch.int32),
     )

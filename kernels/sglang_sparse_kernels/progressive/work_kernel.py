@@ -18,11 +18,11 @@ from .rank_kernel import forced_range, prologue_units
 
 @triton.jit
 def listed_units(k_units, list_rows, ranked, i_rh, capacity, H: tl.constexpr):
-    """Of a row and KV head, or of a vector of those: (list row, units that may be attended to)."""
+    """Units that may be attended to, of each of a vector of rows and KV heads."""
     i_l = tl.load(list_rows + i_rh // H).to(tl.int64) * H + i_rh % H
     k = tl.minimum(tl.load(k_units + i_rh // H), capacity)
     # A dense row's count is whatever its owner before left there.
-    return i_l, tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
+    return tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
 
 
 @triton.jit
@@ -178,12 +178,12 @@ def attend_tiles(
         if UNIT > 1:
             b_block = tl.sum(tl.reshape(b_p, (BG, BN // UNIT, UNIT)), 2)
         b_sum = tl.where(goes_on, b_sum * b_alpha, 0.0) + tl.sum(b_block, 1)
-        b_block = tl.where(b_block > 0, tl.log2(b_block), float("-inf")) + b_shift[:, None]
         # Forced units are of no rank; the last ones may lie behind the prologue.
         o_b = tl.arange(0, BN // UNIT)
         rank = (prologue - tail_tokens + (tile - front) * BN) // UNIT + o_b
         m_block = (o_b < n_blocks) & (tile >= front) & (rank >= forced)
         b_least = tl.min(tl.where(m_block[None, :], b_block, float("inf")), 1)
+        b_least = tl.where(b_least > 0, tl.log2(b_least), float("-inf")) + b_shift
         b_low = tl.minimum(tl.where(goes_on, b_low, float("inf")), b_least)
         # [BN, HALF]
         p_v = v_buffer + o_kv[:, None] + o_h[None, :]
@@ -204,8 +204,10 @@ def attend_tiles(
         # NaN stays NaN, so that nobody counts on it.
         b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
         p_o = partial + o_o[:, None] * D + o_h[None, :]
-        tl.store(p_o, b_left / b_some[:, None], mask=m_o[:, None])
-        tl.store(p_o + HALF, b_right / b_some[:, None], mask=m_o[:, None])
+        # One division a query head: they take long, and each tile waits for its last one.
+        b_scale = (1.0 / b_some)[:, None]
+        tl.store(p_o, b_left * b_scale, mask=m_o[:, None])
+        tl.store(p_o + HALF, b_right * b_scale, mask=m_o[:, None])
         o_l = base * G + o_g * pieces + piece
         tl.store(lse + o_l, b_lse, mask=m_o)
         tl.store(least + o_l, b_low, mask=m_o)
@@ -214,24 +216,23 @@ def attend_tiles(
 
 
 @triton.jit
-def _add_three(a_0, a_1, a_2, b_0, b_1, b_2):
-    return a_0 + b_0, a_1 + b_1, a_2 + b_2
+def _add_five(a_0, a_1, a_2, a_3, a_4, b_0, b_1, b_2, b_3, b_4):
+    return a_0 + b_0, a_1 + b_1, a_2 + b_2, a_3 + b_3, a_4 + b_4
 
 
 @triton.jit
 def attend_shares(
     b_amount,
-    there,
+    b_listed,
+    b_there,
     q,
     k_buffer,
     v_buffer,
     page_table,
     seq_lens,
     tail_start,
-    k_units,
     list_rows,
     indices,
-    ranked,
     partial,
     lse,
     least,
@@ -257,7 +258,7 @@ def attend_shares(
     ROW_COST: tl.constexpr,
 ):
     """Attend to this program's share of ``b_amount`` tiles [rows and KV heads], all of them in one
-    sequence. A row and KV head's begin after the ``there`` pieces, or at its first if that is None.
+    sequence. Those of a row and KV head with ``b_listed`` units begin after ``b_there`` pieces.
 
     Each row counts for ROW_COST tiles more: a program that has parts of two attends to fewer.
     """
@@ -274,20 +275,24 @@ def attend_shares(
         o_r = tl.arange(0, b_amount.shape[0])
         while at < end:
             m_at = (b_first <= at) & (at < b_end)
-            i_rh, row_first, row_end = tl.reduce(
-                (tl.where(m_at, o_r, 0), tl.where(m_at, b_first, 0), tl.where(m_at, b_end, 0)),
+            i_rh, row_first, row_end, listed, there = tl.reduce(
+                (
+                    tl.where(m_at, o_r, 0),
+                    tl.where(m_at, b_first, 0),
+                    tl.where(m_at, b_end, 0),
+                    tl.where(m_at, b_listed, 0),
+                    tl.where(m_at, b_there, 0),
+                ),
                 0,
-                _add_three,
+                _add_five,
             )
             until = tl.minimum(end, row_end)
-            i_l, listed = listed_units(k_units, list_rows, ranked, i_rh, capacity, H)
+            i_l = tl.load(list_rows + i_rh // H).to(tl.int64) * H + i_rh % H
             tail, tail_tokens, prologue, total, _units, _before, forced = work(
                 seq_lens, tail_start, i_rh // H, listed, sink, recent, UNIT, BN * TILES // UNIT
             )
             front, part, parts, _most, tiles = cuts(prologue, total, BN, TILES, PARTS)
-            begin = 0
-            if there is not None:
-                begin = front + (tl.load(there + i_rh) - parts) * TILES
+            begin = tl.where(there > 0, front + (there - parts) * TILES, 0)
             first = begin + tl.maximum(at - row_first - ROW_COST, 0)
             last = begin + tl.maximum(until - row_first - ROW_COST, 0)
             if first < last:
