@@ -12,13 +12,13 @@ from ..plan import DecodePlan
 from ..triton_ops import begin, cast, dot, overlapping
 from .types import num_splits
 
-# One each for the units that tokens are of, for their pages, and for K and V: all run ahead.
-STAGES = 3
+ONE_TILE = tl.constexpr(64)
 
 
-def _tile(split_tokens: int) -> tuple[int, int]:
-    """(tokens a tile, warps) for splits of so many tokens."""
-    return (64, 2) if split_tokens <= 64 else (128, 4)
+def _tile(split_tokens: int) -> tuple[int, int, int]:
+    """(tokens a tile, stages, warps) for splits of so many tokens."""
+    # Three: one each for the units that tokens are of, for their pages, and for K and V.
+    return (ONE_TILE.value, 4, 2) if split_tokens <= ONE_TILE.value else (128, 3, 4)
 
 
 @triton.jit
@@ -107,9 +107,21 @@ def attend_split_kernel(
     b_sum = tl.zeros((BG,), tl.float32)
     p_table = page_table + i_r.to(tl.int64) * stride_table
     p_list = indices + i_l * capacity
+    # Where the tokens of a split's only tile lie is known sooner without copies that run ahead.
+    if BN == ONE_TILE:
+        b_row, m_n = _rows(p_list, p_table, first, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
-        b_row, m_kv = _rows(p_list, p_table, i_n, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
-        o_kv = (b_row.to(tl.int64) * H + i_h) * D
+        if BN == ONE_TILE:
+            o_kv = (b_row.to(tl.int64) * H + i_h) * D
+            m_kv = m_n
+            b_row, m_n = _rows(
+                p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, BN, UNIT, PAGE
+            )
+        else:
+            b_row, m_kv = _rows(
+                p_list, p_table, i_n, last, tail, tail_tokens, counted, BN, UNIT, PAGE
+            )
+            o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN]
@@ -195,7 +207,7 @@ def gathered_decode_attention_triton(
     group = group_size(query_heads, heads)
     capacity = indices.shape[2]
     splits = num_splits(rows, heads, capacity * unit, q.device)
-    tile, warps = _tile(triton.cdiv(capacity * unit, splits))
+    tile, stages, warps = _tile(triton.cdiv(capacity * unit, splits))
     partials = rows * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
@@ -233,7 +245,7 @@ def gathered_decode_attention_triton(
         BN=tile,
         SPLITS=splits,
         HAS_CAP=logit_cap > 0,
-        STAGES=STAGES,
+        STAGES=stages,
         num_warps=warps,
         **overlapping(rows * heads),
     )
