@@ -128,8 +128,7 @@ def sweep(report: Report, context: int, batch: int) -> None:
         case.plan.refresh.zero_()
         report.add("no refresh", [partial(case.score, layer) for layer in case.layers], moved)
         for tile, stages, warps, ctas in ATTEND_SWEEP:
-            attend_kernel._tile = lambda _, shape=(tile, warps): shape
-            attend_kernel.STAGES = stages
+            attend_kernel._tile = lambda _, shape=(tile, stages, warps): shape
             attend_types.CTAS_PER_SM = ctas
             case.make_workspace()
             calls = [partial(case.attend, layer) for layer in case.layers]

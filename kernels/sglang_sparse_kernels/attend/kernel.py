@@ -17,7 +17,7 @@ ONE_TILE = tl.constexpr(64)
 
 def _tile(split_tokens: int) -> tuple[int, int, int]:
     """(tokens a tile, stages, warps) for splits of so many tokens."""
-    # Three: one each for the units that tokens are of, for their pages, and for K and V.
+    # Of the three, one each is for the units that tokens are of, for their pages, and for K and V.
     return (ONE_TILE.value, 4, 2) if split_tokens <= ONE_TILE.value else (128, 3, 4)
 
 
@@ -107,7 +107,8 @@ def attend_split_kernel(
     b_sum = tl.zeros((BG,), tl.float32)
     p_table = page_table + i_r.to(tl.int64) * stride_table
     p_list = indices + i_l * capacity
-    # Where the tokens of a split's only tile lie is known sooner without copies that run ahead.
+    # A split of a list has one tile of these: where its tokens lie is known sooner without copies
+    # that run ahead. In longer rows beside it the next tile is looked up while one is on its way.
     if BN == ONE_TILE:
         b_row, m_n = _rows(p_list, p_table, first, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
     for i_n in tl.range(first, last, BN, num_stages=STAGES):

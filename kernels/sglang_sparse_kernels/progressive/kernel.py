@@ -135,7 +135,7 @@ def progressive_attend_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SLICES)
+@triton.jit(do_not_specialize=["count"])
 def progressive_extend_kernel(
     q,
     k_buffer,
