@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ COMMON = [
     *("--enable-metrics", "--enable-cache-report", "--sleep-on-idle"),
 ]
 CPU = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32"]
+PORTS = range(20_000, 32_000)
 SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 512}']
 METHODS = ("sparcas", "page_minmax", "kascade", "kascade_sketch", "psa")
 CONFIGURATIONS = {
@@ -70,10 +72,15 @@ def has_gpu() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that nobody listens on, nor gets as a client while a server starts.
+
+    Clients get theirs from the range above, even one that asks whether the server is up.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free port from {PORTS.start} to {PORTS.stop - 1}: end some servers")
 
 
 @contextmanager

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -143,9 +142,7 @@ def chromium() -> str:
 @pytest.fixture
 def locust_page(live: LiveServer) -> Iterator[str]:
     """Locust with its web page, waiting for somebody to press start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = local.free_port()
     command = [sys.executable, "-m", "locust", "-f", str(LOADTEST / "locustfile.py")]
     command += ["--host", live.url, "--scenario", "shared_documents"]
     command += ["--web-host", "127.0.0.1", "--web-port", str(port)]

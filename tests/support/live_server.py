@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import scripts  # noqa: F401  isort: skip  # makes the load tests importable
+from local import free_port
 from machine import HAS_GPU
 from prometheus_client.parser import text_string_to_metric_families
 from server_host import Host
@@ -75,9 +75,7 @@ class LiveServer:
         host: Host | None = None,
     ) -> None:
         """Start it by its command, or let ``host`` fork it."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         args = [*base_args(), "--port", str(port), *args]

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import random
+import socket
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import capacity  # isort: skip
 import client  # isort: skip
 import crossover  # isort: skip
 import decode_latency  # isort: skip
+import local  # isort: skip
 import profile_decode  # isort: skip
 import report  # isort: skip
 import scenarios  # isort: skip
@@ -331,3 +333,15 @@ def test_a_profile_counts_time_that_launches_share_once() -> None:
     assert found["gap_us"] * profile_decode.STEPS == 40
     assert found["launches"] * profile_decode.STEPS == len(times)
     assert found["kernels"][0]["us"] * profile_decode.STEPS == 95
+
+
+def test_a_server_gets_a_port_that_no_client_gets_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert local.PORTS.stop <= 32_768  # where Linux' clients begin
+    with socket.socket() as taken:
+        port = local.free_port()
+        taken.bind(("127.0.0.1", port))
+        monkeypatch.setattr(local, "PORTS", range(port, port + 1))
+        with pytest.raises(RuntimeError, match=f"no free port from {port} to {port}"):
+            local.free_port()
