@@ -51,6 +51,12 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def rankable(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``scores`` in ``dtype`` as selection ranks them: NaN is -inf, +inf the largest finite."""
+    largest = torch.finfo(dtype).max
+    return scores.to(dtype).nan_to_num(nan=-torch.inf, posinf=largest, neginf=-torch.inf)
+
+
 def group_size(query_heads: int, kv_heads: int) -> int:
     """Query heads per KV head (G); raises ValueError if they do not divide."""
     if kv_heads <= 0 or query_heads % kv_heads:

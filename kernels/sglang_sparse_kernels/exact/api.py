@@ -44,7 +44,7 @@ def exact_score(
     head h, or all. p_j is the softmax over the whole row, [0, seq_len). The logarithm ranks as the
     sum does and keeps apart what would underflow. K is read once. Written for positions
     [0, tail_start) of rows with reselect != 0 and k_units > 0; every other entry of ``out`` stays
-    untouched.
+    untouched. A NaN score is written as -inf, +inf as the largest finite number.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is 64 or

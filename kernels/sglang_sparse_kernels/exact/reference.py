@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ..common import accumulate_dtype, group_size
+from ..common import accumulate_dtype, group_size, rankable
 from ..plan import DecodePlan
 
 
@@ -35,4 +35,4 @@ def exact_score_reference(
             logits = logit_cap * torch.tanh(logits / logit_cap)
         log_p = logits.log_softmax(-1)[..., :tail]
         pooled = log_p.logsumexp((0, 1))[None] if pool == "heads" else log_p.logsumexp(1)
-        out[row, :, :tail] = (pooled / math.log(2)).to(out.dtype)
+        out[row, :, :tail] = rankable(pooled / math.log(2), out.dtype)

@@ -49,8 +49,8 @@ def rank_units(
     """Put selected units in the order in which they are attended to (PSA section 3.2, line 6).
 
     Units that are always selected come first, ascending; the others follow by score, and of equal
-    scores the lower index first. A NaN score counts as -inf. Rows with reselect 0 keep their
-    lists.
+    scores the lower index first. A NaN score counts as -inf, +inf as the largest finite
+    number. Rows with reselect 0 keep their lists.
 
     Args:
         scores: float32 [R, H, max_units] ("torch" also float64), contiguous, as ``select_topk``

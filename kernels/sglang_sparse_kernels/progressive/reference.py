@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ..common import accumulate_dtype, group_size
+from ..common import accumulate_dtype, group_size, rankable
 from ..plan import DecodePlan
 
 BOUND_MARGIN = 2.0**-8
@@ -49,9 +49,9 @@ def rank_units_reference(
         out_counts[target] = kept
         units = picked[row, :, :kept].long()
         forced = (units < -(-sink // unit)) | (units >= max(0, tokens - recent) // unit)
-        ranked = scores[row].gather(1, units).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        ranked = rankable(scores[row].gather(1, units), scores.dtype)
         ranked = ranked.masked_fill(forced, torch.inf)
-        # Forced units rank before +inf scores; stable sorts keep the lower index, lists ascend.
+        # Forced units rank first; stable sorts keep the lower index, lists ascend.
         by_score = ranked.sort(dim=-1, descending=True, stable=True).indices
         by_force = forced.gather(1, by_score).int()
         order = by_score.gather(1, by_force.sort(dim=-1, descending=True, stable=True).indices)

@@ -97,6 +97,8 @@ def sketch_score(
     score(h, t) = max or sum over the group's query heads of sum over the head's D_b channels of
     q_d * k_sketch_d(t). Written for positions [0, tail_start) of rows with reselect != 0 and
     k_units > 0; every other entry of ``out`` stays untouched.
+    A NaN score is written as -inf, +inf as the largest finite number. Sums of fp8 stay in range for
+    queries below 1e37.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
@@ -237,6 +239,7 @@ def page_minmax_score(
     score(h, j) = max or sum over the group's query heads of sum over d of
     max(q_d * min_d(j), q_d * max_d(j)). Written for logical pages [0, ceil(tail_start / unit)) of
     rows with reselect != 0 and k_units > 0; every other entry of ``out`` stays untouched.
+    A NaN score is written as -inf, +inf as the largest finite number.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.

@@ -13,6 +13,7 @@ from ..common import group_size, next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..select import BLOCK_UNITS
+from ..select.search import free_scores
 from ..triton_ops import INTERPRETED, begin, overlapping
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
@@ -248,8 +249,8 @@ def store_scores(
     out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
 ):
     m_t = o_t < n
-    # NaN would rank first; as -inf it ranks last.
-    b_score = tl.where(b_score == b_score, b_score, float("-inf"))
+    # Selection relies on it: NaN would rank first, +inf beside forced units.
+    b_score = free_scores(b_score, False)
     tl.store(out + base + o_t, b_score, mask=m_t)
     if block_max is not None:
         # [BT / BLOCK, BLOCK]
@@ -324,7 +325,10 @@ def sketch_score_kernel(
             largest = tl.abs(weights[0])
             for i_w in tl.static_range(1, G * KEPT):
                 largest = tl.maximum(tl.abs(weights[i_w]), largest)
-            exponent = largest.to(tl.int32, bitcast=True) >> 23
+            # Weights are below 2 and fp8 keys at most 448, so 73 products stay in fp16's range.
+            FP8: tl.constexpr = key_sketch.dtype.element_ty == tl.float8e4nv
+            HEADROOM: tl.constexpr = (KEPT - 1) // 73 if FP8 else 0
+            exponent = (largest.to(tl.int32, bitcast=True) >> 23) + HEADROOM
             # Within what has a reciprocal that is no subnormal number.
             exponent = tl.minimum(tl.maximum(exponent, 1), 253)
             q_scale = (exponent << 23).to(tl.float32, bitcast=True)
@@ -359,8 +363,7 @@ def sketch_score_kernel(
                         key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
                     )
                     b_score *= b_scale.to(tl.float32)
-                # NaN would rank first; as -inf it ranks last.
-                b_score = tl.where(b_score == b_score, b_score, float("-inf"))
+                b_score = free_scores(b_score, False)
                 p_o = out + o_out + (i_t * BP * PAGE)
                 o_t = tl.arange(0, BP)[:, None] * PAGE + o_p[None, :]
                 left = n - i_t * BP * PAGE

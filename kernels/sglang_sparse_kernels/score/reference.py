@@ -3,7 +3,7 @@
 
 import torch
 
-from ..common import accumulate_dtype, group_size
+from ..common import accumulate_dtype, group_size, rankable
 from ..plan import DecodePlan
 from ..planes import by_page, sketch_values
 
@@ -67,7 +67,7 @@ def sketch_score_reference(
         if key_sketch_scale is not None:
             partial = partial * key_sketch_scale[pages].to(acc).permute(1, 0, 2)[:, None]
         scores = _reduce_group(partial.flatten(2), reduce)
-        out[row, :, :tokens] = scores[:, :tokens].to(out.dtype)
+        out[row, :, :tokens] = rankable(scores[:, :tokens], out.dtype)
 
 
 def _page_bounds(
@@ -124,4 +124,4 @@ def page_minmax_score_reference(
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
     for row in _scored_rows(plan):
         bound = _page_bounds(q, page_min, page_max, plan, row, unit, page_size)
-        out[row, :, : bound.shape[-1]] = _reduce_group(bound, reduce).to(out.dtype)
+        out[row, :, : bound.shape[-1]] = rankable(_reduce_group(bound, reduce), out.dtype)

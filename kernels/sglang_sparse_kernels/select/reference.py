@@ -3,6 +3,7 @@
 
 import torch
 
+from ..common import rankable
 from ..plan import DecodePlan
 
 
@@ -28,8 +29,8 @@ def select_topk_reference(
             continue
         index = torch.arange(units, device=scores.device)
         forced = (index < -(-sink // unit)) | (index >= max(0, tokens - recent) // unit)
-        # Forced units rank before +inf scores, then by score; stable sorts keep the lower index.
-        ranked = scores[row, :, :units].nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        # Forced units rank first, then by score; stable sorts keep the lower index.
+        ranked = rankable(scores[row, :, :units], scores.dtype)
         ranked = ranked.masked_fill(forced, torch.inf)
         by_score = ranked.sort(dim=-1, descending=True, stable=True).indices
         by_force = forced.expand(heads, -1).gather(1, by_score).int()

@@ -65,7 +65,8 @@ def tile_score(
     score(h, t) = log2 of the sum of p(t) over the tile's queries and the query heads that share a
     list: those of KV head h, or all. p is a query's softmax over all tokens up to itself. Written
     for positions [0, tail_start) of tiles with reselect != 0 and k_units > 0; every other entry of
-    ``out`` stays untouched. "triton" may write -inf for scores below -200.
+    ``out`` stays untouched. A NaN score is written as -inf, and "triton" may write it for
+    scores below -200.
 
     Args:
         q: [tokens, H * G, D] of the batch, bf16 or fp16 ("torch" also fp32, fp64), any stride

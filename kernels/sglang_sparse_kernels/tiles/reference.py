@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from ..common import accumulate_dtype, group_size
+from ..common import accumulate_dtype, group_size, rankable
 from .types import TilePlan
 
 
@@ -53,7 +53,7 @@ def tile_score_reference(
         logits = _capped(logits, logit_cap).masked_fill(position > at[:, None], float("-inf"))
         log_p = logits.log_softmax(-1)[..., :tail]
         pooled = log_p.logsumexp((0, 1, 2))[None] if pool == "heads" else log_p.logsumexp((1, 2))
-        out[tile, :, :tail] = (pooled / math.log(2)).to(out.dtype)
+        out[tile, :, :tail] = rankable(pooled / math.log(2), out.dtype)
 
 
 def tile_attention_reference(

@@ -10,9 +10,11 @@ from sglang_sparse_kernels import (
     BLOCK_UNITS,
     PlaneBuffers,
     dequantize_sketch,
+    make_topk_workspace,
     padded_blocks,
     page_minmax_score,
     select_channels,
+    select_topk,
     sketch_score,
 )
 
@@ -244,6 +246,80 @@ def test_sketch_kernel_is_within_its_rounding_of_float64(
         largest = batch.q.double().abs().amax((1, 2))[:, None, None]
         slack += (magnitude.amax(-1, keepdim=True) + 2 * kept * batch.group * largest) * 2.0**-24
     check_scores(batch, 1, (scores, block_max), exact, slack)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("kept", [73, 74, 128])
+@pytest.mark.parametrize("largest", [1.9921875, 1.9921875 * 2.0**90])
+def test_sums_of_many_large_fp8_keys_are_finite(kept: int, sign: float, largest: float) -> None:
+    """All of a key at fp8's largest number or next to it, queries just below a power of two."""
+    batch = make_batch(([257, 100], 64, 2, 2, 128, torch.bfloat16))
+    batch.k[0].copy_(torch.where(batch.k[0][..., :1] > 0, 448.0, 416.0).expand_as(batch.k[0]))
+    batch.q.fill_(sign * largest)
+    planes = batch.make_planes("fp8", page_minmax=False)
+    channels = random_channels(batch, kept)
+    scores, block_max = outputs(batch, 1)
+    sketch_score(
+        batch.q, channels, planes.key_sketch[0], None, batch.plan,
+        page_size=64, reduce="max", out=scores, block_max=block_max, impl="triton",
+    )  # fmt: skip
+    exact = float64_sketch_scores(batch, planes, channels, "max", absolute=False)
+    slack = 2 * kept * UNIT_ROUNDOFF[torch.float16] * exact.abs()
+    check_scores(batch, 1, (scores, block_max), exact, slack)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+@pytest.mark.parametrize("score", ["sketch", "page"])
+def test_scores_that_are_no_finite_numbers_rank_as_defined(
+    score: str, reduce: str, impl: str
+) -> None:
+    """NaN as -inf, and +inf as the largest finite number: below the units that are forced."""
+    unit = 1 if score == "sketch" else 16
+    shape = ([700], 64, 2, 2, 64, torch.bfloat16)
+    batch = make_batch(shape, unit=unit, budget=80, capacity=80 // unit)
+    # Products of keys and queries from 1e30 on pass float32's range.
+    batch.q.fill_(1e30)
+    slots = batch.req_to_token[batch.req_slots[0]].long()
+    keys = torch.ones(704, batch.heads, batch.dim)
+    keys[32:48], keys[320:336], keys[640:656] = 1e30, 1e30, -1e30
+    keys[64:80, :, 7] = float("nan")
+    batch.k[0][slots[:700]] = keys[:700].to(batch.k[0])
+    planes = batch.make_planes("bf16", page_minmax=True)
+    scores, block_max = outputs(batch, unit)
+    options = {"page_size": 64, "reduce": reduce, "out": scores, "impl": impl}
+    if score == "sketch":
+        channels = random_channels(batch, 64)
+        sketch_score(
+            batch.q, channels, planes.key_sketch[0], None, batch.plan,
+            block_max=block_max, **options,
+        )  # fmt: skip
+    else:
+        page_minmax_score(
+            batch.q, planes.page_min[0], planes.page_max[0], batch.plan,
+            unit=unit, block_max=block_max, **options,
+        )  # fmt: skip
+    largest = torch.finfo(torch.float32).max
+    for first, want in ((32, largest), (320, largest), (640, -torch.inf), (64, -torch.inf)):
+        assert (scores[0, :, first // unit : (first + 16) // unit] == want).all()
+    tail = int(batch.plan.tail_start[0]) // unit
+    assert scores[0, :, :tail].max() == largest
+
+    workspace = make_topk_workspace(1, batch.heads, scores.shape[2], 80 // unit, DEVICE)
+    workspace.block_max.copy_(block_max)
+    shape = (batch.list_rows, batch.heads)
+    indices = torch.zeros((*shape, 80 // unit), dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(shape, dtype=torch.int32, device=DEVICE)
+    select_topk(
+        scores, batch.plan, unit=unit, sink=16, recent=32, out_indices=indices,
+        out_counts=counts, workspace=workspace, has_block_max=True, impl=impl,
+    )  # fmt: skip
+    tokens, row = int(batch.plan.tail_start[0]), int(batch.plan.list_rows[0])
+    forced = {*range(16 // unit), *range((tokens - 32) // unit, -(-tokens // unit))}
+    infinite = [*range(32 // unit, 48 // unit), *range(320 // unit, 336 // unit)]
+    want = sorted([*forced, *infinite][: 80 // unit])
+    for head in range(batch.heads):
+        assert indices[row, head, : int(counts[row, head])].tolist() == want
 
 
 @pytest.mark.parametrize("sketch", ["fp8", "int8"])

@@ -12,6 +12,7 @@ from sglang_sparse_kernels import TopkWorkspace, make_topk_workspace, select_top
 from sglang_sparse_kernels.select import alone, kernel, share, stream
 
 STALE = -7
+LARGEST = torch.finfo(torch.float32).max
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +22,14 @@ def rows_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def naive_topk(scores: list[float], kept: int, below: int, start: int) -> list[int]:
-    """The k first of: forced units, then larger scores, then lower indices."""
+    """The k first of: forced units, then larger scores, then lower indices.
+
+    NaN is -inf, +inf the largest finite number.
+    """
 
     def rank(index: int) -> tuple[bool, float, int]:
         forced = index < below or index >= start
-        score = float("-inf") if math.isnan(scores[index]) else scores[index]
+        score = float("-inf") if math.isnan(scores[index]) else min(scores[index], LARGEST)
         return (not forced, 0.0 if forced else -score, index)
 
     return sorted(sorted(range(len(scores)), key=rank)[:kept])
@@ -47,6 +51,7 @@ def random_scores(batch: Batch, kind: str, width: int) -> torch.Tensor:
         scores = torch.where(scores > 0, 0.0, -0.0)
     elif kind == "infinite":
         scores = torch.where(scores > 1.5, float("inf"), scores)
+        scores = torch.where((scores > 0.8) & (scores < 1.5), LARGEST, scores)
         scores = torch.where(scores < 0, float("-inf"), scores)
     elif kind == "clustered":
         scores = scores * 1e-3 + torch.linspace(0, 1e6, width)
