@@ -32,6 +32,8 @@ def main() -> None:
     top_level = {file.split("/")[0] for file in files if file.endswith((".py", ".json"))}
     top_level = {name for name in top_level if not name.endswith(".dist-info")}
     check(top_level == EXPECTED_TOP_LEVEL, f"top-level packages are {sorted(top_level)}")
+    research = [file for file in files if file.startswith("sglang_sparse/research/")]
+    check(not research, f"research code is inside: {research}")
     check(not any(file.endswith(".safetensors") for file in files), "model weights are inside")
 
     found = {(ep.group, ep.name, ep.value) for ep in dist.entry_points}

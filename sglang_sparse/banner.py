@@ -1,76 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs, said once at start and on request: method, layers, budget, memory, versions."""
+"""The line that a server logs at start: method, layers, budget, memory, versions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sglang_sparse import __version__, compat
-from sglang_sparse.graph_variants import VARIANTS
-
-if TYPE_CHECKING:
-    from sglang_sparse.backend.attention import SparseAttentionBackend
+from sglang_sparse import compat
+from sglang_sparse.facts import Facts
 
 
-_AXES = ("layers", "score", "budget", "heads", "cadence", "retention", "prefill")
-
-
-def facts(backend: SparseAttentionBackend) -> dict[str, Any]:
-    """Everything the banner and ``/server_info`` say, as plain JSON types."""
-    config, pool = backend.config, backend.token_to_kv_pool
-    roles: dict[str, list[int]] = {}
-    for layer, role in backend.roles().items():
-        roles.setdefault(role, []).append(layer)
-    low, high = config.request_range
-    planes = {name: plane.nbytes for name, plane in pool.planes.tensors().items()}
-    axes = config.model_dump(mode="json", include=set(_AXES))
-    return {
-        "version": __version__,
-        "method": backend.launch.resolved.method,
-        "source": backend.launch.resolved.source,
-        "preset_hash": backend.launch.resolved.hash,
-        "axes": {axis: axes[axis] for axis in _AXES},
-        "inner_backend": backend.inner_name,
-        "implementation": backend.impl,
-        "min_sparse_tokens": config.min_sparse_tokens,
-        "page_size": pool.page_size,
-        "layers": roles,
-        "request_budget": {"unit": config.budget.key, "least": low, "most": high},
-        "graphs": {
-            "decode": "captured" if backend.captures_graphs else "off",
-            "variants": list(VARIANTS) if backend.captures_graphs else [],
-        },
-        "plane_bytes": planes,
-        "kv_bytes": sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
-        "state_bytes": backend.state_bytes(),
-        "decode_steps": dict(backend.steps),
-        "prefill_batches": dict(backend.prefills),
-        "progress": None if backend.progressive is None else backend.progressive.report(),
-        "fidelity": None if backend.probe is None else backend.probe.report(),
-        "sglang": compat.sglang_version(),
-        "sglang_tested": compat.tested_range(),
-    }
-
-
-def text(backend: SparseAttentionBackend) -> str:
+def text(facts: Facts) -> str:
     """The start-up banner, one line."""
-    f = facts(backend)
-    plane_bytes = sum(f["plane_bytes"].values())
+    plane_bytes = sum(facts.plane_bytes.values())
     tested = (
         "tested"
-        if f["sglang"] in compat.TESTED_SGLANG
-        else f"NOT TESTED, tested: {f['sglang_tested']}"
+        if facts.sglang in compat.TESTED_SGLANG
+        else f"NOT TESTED, tested: {facts.sglang_tested}"
     )
-    axes = ", ".join(f"{axis} {_choice(choice)}" for axis, choice in f["axes"].items())
-    layers = {role: len(ids) for role, ids in f["layers"].items()}
+    axes = ", ".join(f"{axis} {_choice(choice)}" for axis, choice in facts.axes.items())
+    layers = {role: len(ids) for role, ids in facts.layers.items()}
     dense = layers.pop("dense", 0)
-    share = plane_bytes / f["kv_bytes"]
+    share = plane_bytes / facts.kv_bytes
     return (
-        f"sglang-sparse {f['version']}: method {f['method']} ({f['source']}, {f['preset_hash']}); "
-        f"{axes}; {_layers(layers)}, {dense} dense; rows under "
-        f"{f['min_sparse_tokens']} tokens dense; inner backend {f['inner_backend']}; page size "
-        f"{f['page_size']}; planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
-        f"state {f['state_bytes'] / 2**20:.1f} MiB; sglang {f['sglang']} ({tested})"
+        f"sglang-sparse {facts.version}: method {facts.method} ({facts.source}, "
+        f"{facts.preset_hash}); {axes}; {_layers(layers)}, {dense} dense; rows under "
+        f"{facts.min_sparse_tokens} tokens dense; inner backend {facts.inner_backend}; page size "
+        f"{facts.page_size}; planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
+        f"state {facts.state_bytes / 2**20:.1f} MiB; sglang {facts.sglang} ({tested})"
     )
 
 

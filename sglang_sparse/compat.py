@@ -6,7 +6,7 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 ``plugins/__init__.py: load_plugins``
     Entry point ``sglang.srt.plugins``. It logs a plugin's exception and goes on.
 ``plugins/hook_registry.py: HookRegistry``
-    Hooks. A lost target is only logged; ``_patched`` tells, and :func:`.hooks.verify` asks it.
+    Hooks. A lost target is only logged; ``_patched`` tells, and :func:`verify_hooks` asks it.
 ``server_args.py: add_attention_backend_choices``
     The value ``sparse`` of ``--attention-backend``.
 ``server_args.py: ServerArgs.add_cli_args``, ``ServerArgs.from_cli_args``
@@ -47,8 +47,11 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.config import ConfigError
 
 if TYPE_CHECKING:
     import argparse
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 TESTED_SGLANG = ("0.5.17",)
+_hooked: list[str] = []
 
 
 def sglang_version() -> str:
@@ -70,6 +74,39 @@ def tested_range() -> str:
         if len(TESTED_SGLANG) == 1
         else f"{TESTED_SGLANG[0]} to {TESTED_SGLANG[-1]}"
     )
+
+
+def install_hook(target: str, hook: Callable[..., Any], kind: str) -> None:
+    """Ask SGLang to call ``hook`` at ``target``, a dotted name. Seam: ``HookRegistry.register``.
+
+    Args:
+        target: method or function of SGLang.
+        hook: what to call.
+        kind: ``after`` or ``around``.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(target, hook, HookType(kind))
+    _hooked.append(target)
+
+
+def verify_hooks() -> None:
+    """Check that SGLang really applied every hook: it logs one that lost its target, and serves on.
+
+    Raises:
+        ConfigError: names the targets that this SGLang no longer has.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    lost = sorted(set(_hooked).difference(HookRegistry._patched))
+    if lost:
+        raise ConfigError(
+            flag="--attention-backend",
+            value="sparse",
+            problem=f"sglang {sglang_version()} lacks what it hooks: {', '.join(lost)}",
+            allowed=f"sglang {tested_range()}",
+            remedy="install a tested version, or serve with a dense attention backend",
+        )
 
 
 def read_model_config(args: argparse.Namespace) -> ModelConfig:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import compat, hooks
+from sglang_sparse import compat
 from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.launch import SparseLaunch, attach
@@ -102,7 +102,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
                     remedy=f"add --attention-backend {BACKEND}, or drop {flag}",
                 )
         return None
-    hooks.verify()
+    compat.verify_hooks()
     if args.attention_backend != BACKEND:
         raise ConfigError(
             flag="--attention-backend",

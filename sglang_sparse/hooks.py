@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one module that touches SGLang's registries and hooks.
+"""What SGLang is to find in its registries, and the functions that it is to call.
 
-SGLang logs a hook that lost its target and serves on; :func:`verify` turns that into a refusal
-in every process that is about to serve sparsely.
+Nothing of this package imports this module but the plugin's entry point.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_sparse import compat
-from sglang_sparse.config import ConfigError
 
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
 def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
-    """(target, hook, kind) for every hook; imported late, since targets import this package."""
+    """(target, hook, kind) for every hook; imported when the plugin is loaded, not before."""
     from sglang_sparse import (
         flags,
         graph_variants,
@@ -82,7 +80,6 @@ def register() -> None:
     """Register the flag's value, the backend, the tree and every hook. Runs once a process."""
     from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.server_args import add_attention_backend_choices
 
     from sglang_sparse.backend import create_backend
@@ -91,28 +88,9 @@ def register() -> None:
     from sglang_sparse_radix import radix_cache
 
     for target, hook, kind in _hooks():
-        HookRegistry.register(target, hook, HookType(kind))
+        compat.install_hook(target, hook, kind)
     register_attention_backend(BACKEND)(create_backend)
     radix_cache.register()
     Engine.server_args_class = staticmethod(engine_server_args)
     # Last: argparse accepts the name only if all of the above went through.
     add_attention_backend_choices([BACKEND])
-
-
-def verify() -> None:
-    """Check that SGLang really applied every hook.
-
-    Raises:
-        ConfigError: names the targets that this SGLang no longer has.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    lost = sorted(target for target, _, _ in _hooks() if target not in HookRegistry._patched)
-    if lost:
-        raise ConfigError(
-            flag="--attention-backend",
-            value="sparse",
-            problem=f"sglang {compat.sglang_version()} lacks what it hooks: {', '.join(lost)}",
-            allowed=f"sglang {compat.tested_range()}",
-            remedy="install a tested version, or serve with a dense attention backend",
-        )

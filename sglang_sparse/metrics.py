@@ -9,14 +9,11 @@ late so that no step waits, and completely as soon as the server is idle or aske
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from sglang_sparse.facts import Facts
 from sglang_sparse.launch import launch_of
-
-if TYPE_CHECKING:
-    from sglang_sparse.backend.attention import SparseAttentionBackend
 
 PREFIX = "sglang_sparse:"
 # Shares of the visible KV that were attended to.
@@ -46,13 +43,13 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 class Exporter:
     """Turns sums since the start into Prometheus counters."""
 
-    def __init__(self, backend: SparseAttentionBackend, labels: dict[str, Any]) -> None:
+    def __init__(self, facts: Facts, labels: dict[str, Any]) -> None:
         """Register the metrics; ``labels`` are those of SGLang's scheduler collector."""
         # After SGLang has set PROMETHEUS_MULTIPROC_DIR, which prometheus_client reads on import.
         from prometheus_client import Counter as PrometheusCounter
         from prometheus_client import Gauge, Histogram
 
-        self._backend, self._labels = backend, labels
+        self._labels = labels
         names = tuple(labels)
         self._counters = {
             name: PrometheusCounter(PREFIX + name, text, (*names, *own))
@@ -65,15 +62,16 @@ class Exporter:
             buckets=_SHARES,
         )
         self._seen: dict[tuple[str, str], int] = {}
-        self._layers = Counter(backend.roles().values())
+        self._layers = {role: len(layers) for role, layers in facts.layers.items()}
+        self._unit, self._kv_heads = facts.unit, facts.kv_heads
         planes = Gauge(
             PREFIX + "plane_bytes",
             "Device bytes of the planes.",
             (*names, "plane"),
             multiprocess_mode="mostrecent",
         )
-        for plane, tensor in backend.token_to_kv_pool.planes.tensors().items():
-            planes.labels(**labels, plane=plane).set(tensor.nbytes)
+        for plane, size in facts.plane_bytes.items():
+            planes.labels(**labels, plane=plane).set(size)
 
     def _to(self, name: str, total: int, **own: str) -> int:
         """Raise a counter to ``total``; returns by how much."""
@@ -86,18 +84,23 @@ class Exporter:
         return change
 
     def publish(
-        self, sums: dict[str, int], mass: dict[int, dict[str, int]] | None, tree_cache: Any
+        self,
+        steps: dict[str, int],
+        sums: dict[str, int],
+        mass: dict[int, dict[str, int]] | None,
+        tree_cache: Any,
     ) -> None:
         """Publish sums of :class:`~sglang_sparse.backend.counters.DecodeCounters`.
 
         Args:
+            steps: decode steps planned, by variant.
             sums: by the names of ``COUNTS``.
             mass: what each layer reached under a budget of mass, by layer and the names of the
                 progressive kernels' ``COUNTERS``; None under another budget.
             tree_cache: SGLang's; with ``plane_reuse`` if planes are shared through it.
         """
-        for variant, steps in self._backend.steps.items():
-            self._to("decode_steps", steps, variant=variant)
+        for variant, planned in steps.items():
+            self._to("decode_steps", planned, variant=variant)
         self._to("decode_rows", sums["rows"])
         self._to("dense_fallback_rows", sums["dense_rows"])
         for role, layers in self._layers.items():
@@ -109,7 +112,7 @@ class Exporter:
             change = self._to("kv_tokens_attended", attended, role=role)
             if visible:
                 self._share.labels(**self._labels, role=role).observe(change / visible)
-        self._to("selected_units", sums["selected_units"], unit=str(self._backend.config.unit))
+        self._to("selected_units", sums["selected_units"], unit=str(self._unit))
         self._to("selections", sums["selections"])
         self._to("selection_refreshes", sums["refreshes"])
         self._to("cap_hits", sums["cap_hits"])
@@ -126,10 +129,9 @@ class Exporter:
 
     def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
         """By how many tokens lists that stopped early fall short of what was planned (below 0)."""
-        heads = self._backend.token_to_kv_pool.head_num
         reached = sum(layer["blocks"] for layer in mass.values())
         planned = sums["selected_units"] * len(mass)
-        return (reached // heads - planned) * self._backend.config.unit
+        return (reached // self._kv_heads - planned) * self._unit
 
 
 def _exporter(reporter: Any) -> Exporter:
@@ -137,7 +139,7 @@ def _exporter(reporter: Any) -> Exporter:
     exporter: Exporter | None = getattr(reporter, "_sparse_exporter", None)
     if exporter is None:
         backend = reporter.scheduler.tp_worker.model_runner.attn_backend
-        exporter = Exporter(backend, reporter.metrics_collector.labels)
+        exporter = Exporter(backend.facts(), reporter.metrics_collector.labels)
         reporter._sparse_exporter = exporter
     return exporter
 
@@ -158,7 +160,7 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
     sums = backend.counters.poll()
     mass = None if backend.progressive is None else backend.progressive.counters.poll()
     if sums is not None and (mass is not None or backend.progressive is None):
-        _exporter(reporter).publish(sums, mass, scheduler.tree_cache)
+        _exporter(reporter).publish(backend.steps, sums, mass, scheduler.tree_cache)
 
 
 def when_idle(result: None, reporter: Any) -> None:
@@ -173,4 +175,6 @@ def publish_now(scheduler: Any) -> None:
     backend = scheduler.tp_worker.model_runner.attn_backend
     if _enabled(reporter) and backend.counters.changed:
         mass = None if backend.progressive is None else backend.progressive.counters.read()
-        _exporter(reporter).publish(backend.counters.read(), mass, scheduler.tree_cache)
+        _exporter(reporter).publish(
+            backend.steps, backend.counters.read(), mass, scheduler.tree_cache
+        )

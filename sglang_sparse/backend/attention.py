@@ -10,7 +10,7 @@ so no selection of this step needs its plane entry.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_sparse import banner, compat, hooks, pools
+from sglang_sparse import __version__, banner, compat, pools
 from sglang_sparse.backend.counters import DecodeCounters
 from sglang_sparse.backend.prefill import SparsePrefill, TileBatch
 from sglang_sparse.backend.probe import FidelityProbe
@@ -40,7 +40,8 @@ from sglang_sparse.backend.selection import (
     kept_sets,
 )
 from sglang_sparse.checks import check_layer, refuse
-from sglang_sparse.graph_variants import Variant
+from sglang_sparse.facts import Facts
+from sglang_sparse.graph_variants import VARIANTS, Variant
 from sglang_sparse_kernels.plan import DecodePlan, plan_decode, snapshot_page_table
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_AXES = ("layers", "score", "budget", "heads", "cadence", "retention", "prefill")
 _INNER_ON = {"triton": "flashinfer", "torch": "torch_native"}
 
 
@@ -72,7 +74,7 @@ class SparseAttentionBackend(AttentionBackend):
             ConfigError: a hook lost its target, or the model or pool is not supported.
         """
         super().__init__()
-        hooks.verify()
+        compat.verify_hooks()
         launch = launch_of_runner(runner)
         check_runner(runner)
         self.launch = launch
@@ -132,7 +134,7 @@ class SparseAttentionBackend(AttentionBackend):
         self.steps = {"dense": 0, "sparse": 0}
         self.prefills = {"dense": 0, "sparse": 0}
         self._checked_layers: set[int] = set()
-        logger.info(banner.text(self))
+        logger.info(banner.text(self.facts()))
 
     def _allocate_buffers(self, runner: ModelRunner) -> SelectionBuffers:
         pool = self.token_to_kv_pool
@@ -452,13 +454,41 @@ class SparseAttentionBackend(AttentionBackend):
             )
         self._checked_layers.add(layer.layer_id)
 
-    def roles(self) -> dict[int, str]:
-        """What each local layer does in a sparse step, by global layer id."""
-        pool = self.token_to_kv_pool
-        return {
-            layer: self.programs[layer].role if layer in self.programs else "dense"
-            for layer in range(pool.start_layer, pool.end_layer)
-        }
+    def facts(self) -> Facts:
+        """What this server runs, for the banner, metrics and ``/server_info``."""
+        config, pool, resolved = self.config, self.token_to_kv_pool, self.launch.resolved
+        roles: dict[str, list[int]] = {}
+        for layer in range(pool.start_layer, pool.end_layer):
+            role = self.programs[layer].role if layer in self.programs else "dense"
+            roles.setdefault(role, []).append(layer)
+        low, high = config.request_range
+        axes = config.model_dump(mode="json", include=set(_AXES))
+        return Facts(
+            version=__version__,
+            method=resolved.method,
+            source=resolved.source,
+            preset_hash=resolved.hash,
+            axes={axis: axes[axis] for axis in _AXES},
+            inner_backend=self.inner_name,
+            implementation=self.impl,
+            min_sparse_tokens=config.min_sparse_tokens,
+            page_size=pool.page_size,
+            unit=config.unit,
+            kv_heads=pool.head_num,
+            layers=roles,
+            request_budget={"unit": config.budget.key, "least": low, "most": high},
+            graphs={
+                "decode": "captured" if self.captures_graphs else "off",
+                "variants": list(VARIANTS) if self.captures_graphs else [],
+            },
+            plane_bytes={name: plane.nbytes for name, plane in pool.planes.tensors().items()},
+            kv_bytes=sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
+            state_bytes=self.state_bytes(),
+            decode_steps=dict(self.steps),
+            prefill_batches=dict(self.prefills),
+            sglang=compat.sglang_version(),
+            sglang_tested=compat.tested_range(),
+        )
 
     def state_bytes(self) -> int:
         """Device bytes beside pool and planes: scores, lists, channels, plans."""
@@ -470,5 +500,8 @@ class SparseAttentionBackend(AttentionBackend):
         return self.buffers.nbytes() + progressive + scorers + tables + self.requests.nbytes()
 
     def describe(self) -> dict[str, Any]:
-        """The ``sparse`` block of ``/server_info``; plain JSON types."""
-        return banner.facts(self)
+        """The ``sparse`` block of ``/server_info``; plain JSON types. Waits for the device."""
+        return asdict(self.facts()) | {
+            "progress": None if self.progressive is None else self.progressive.report(),
+            "fidelity": None if self.probe is None else self.probe.report(),
+        }

@@ -19,7 +19,7 @@ from live_server import MODEL, LiveServer
 from typer.testing import CliRunner
 
 from sglang_sparse.cli import app
-from sglang_sparse.reference.export import load
+from sglang_sparse.research.export import load
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]

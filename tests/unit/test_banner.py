@@ -1,21 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the start-up line says of a choice."""
+"""What the start-up line says of a server."""
 
 from __future__ import annotations
 
 import pytest
 
-from sglang_sparse.banner import _choice
+from sglang_sparse import banner
 from sglang_sparse.config import load_preset
+from sglang_sparse.facts import Facts
+
+
+def facts(model: str, preset: str) -> Facts:
+    """A server with one of the shipped presets, of numbers that are easy to find again."""
+    config = load_preset(model, preset)
+    return Facts(
+        version="1.2.3",
+        method=preset,
+        source=f"{model}/{preset}",
+        preset_hash="0123456789ab",
+        axes={"layers": config.layers.model_dump(mode="json")},
+        inner_backend="torch_native",
+        implementation="torch",
+        min_sparse_tokens=777,
+        page_size=64,
+        unit=config.unit,
+        kv_heads=4,
+        layers={"dense": [5, 6], "select": [0, 1, 2], "reuse": [3]},
+        request_budget={},
+        graphs={},
+        plane_bytes={"page_min": 3 << 20, "page_max": 3 << 20},
+        kv_bytes=48 << 20,
+        state_bytes=5 << 19,
+        decode_steps={},
+        prefill_batches={},
+        sglang="0.0.1",
+        sglang_tested="0.5.17",
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "said"), [("llama-3.1-8b", "uncalibrated"), ("reference", "given")]
 )
-def test_the_banner_says_whether_anchors_are_calibrated(model: str, said: str) -> None:
-    for name in ("kascade", "kascade_sketch"):
-        layers = load_preset(model, name).layers
-        anchors = list(layers.anchors)
-        line = _choice(layers.model_dump(mode="json"))
-        assert line.startswith(f"anchors(anchors={anchors}, ")
-        assert line.endswith(f"calibration={said})")
+@pytest.mark.parametrize("preset", ["kascade", "kascade_sketch"])
+def test_the_banner_says_whether_anchors_are_calibrated(model: str, said: str, preset: str) -> None:
+    line = banner.text(facts(model, preset))
+    anchors = list(load_preset(model, preset).layers.anchors)
+    assert f"layers anchors(anchors={anchors}, " in line
+    assert f"calibration={said})" in line
+
+
+def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
+    line = banner.text(facts("reference", "kascade"))
+    assert "planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
+    assert "3 layers select, 1 layers reuse, 2 dense; rows under 777 tokens dense" in line
+
+
+def test_the_banner_warns_of_a_version_that_was_not_tested() -> None:
+    assert "sglang 0.0.1 (NOT TESTED, tested: 0.5.17)" in banner.text(facts("reference", "kascade"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sglang_sparse.reference.policies import Pool, keep_best, product, window_mask
+from sglang_sparse.research.policies import Pool, keep_best, product, window_mask
 
 
 @dataclass
@@ -24,7 +24,7 @@ class TilePrefill:
         sink, recent: Always among them.
         least: Tiles that start before this are dense.
         tile: Queries a tile.
-        anchors, head_maps, pool: As in :class:`~sglang_sparse.reference.policies.Policy`.
+        anchors, head_maps, pool: As in :class:`~sglang_sparse.research.policies.Policy`.
     """
 
     fraction: float

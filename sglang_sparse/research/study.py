@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the reference model, dense and sparse: ``python -m sglang_sparse.reference.study``."""
+"""Measures the reference model, dense and sparse: ``python -m sglang_sparse.research.study``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from sglang_sparse.calibrate.files import replacing
-from sglang_sparse.reference.decode import Decoder
-from sglang_sparse.reference.export import load
-from sglang_sparse.reference.model import Attend, ReferenceModel
-from sglang_sparse.reference.policies import WINDOW, Kind, Policy, Reduce
+from sglang_sparse.research.decode import Decoder
+from sglang_sparse.research.export import load
+from sglang_sparse.research.model import Attend, ReferenceModel
+from sglang_sparse.research.policies import WINDOW, Kind, Policy, Reduce
 from sglang_sparse.tasks import (
     NEEDLE_TASKS,
     TASKS,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_sparse.reference.policies import (
+from sglang_sparse.research.policies import (
     WINDOW,
     Cache,
     Kind,

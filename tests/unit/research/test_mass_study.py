@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_sparse.reference.mass_study import MassStudy, draw, policies
-from sglang_sparse.reference.policies import Policy
+from sglang_sparse.research.mass_study import MassStudy, draw, policies
+from sglang_sparse.research.policies import Policy
 
 BASE = Policy("page_mean", page=32, sink=4, recent=8, share="mean", dense_layers=1)
 

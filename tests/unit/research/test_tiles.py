@@ -10,13 +10,13 @@ import pytest
 import torch
 from live_server import MODEL
 
-from sglang_sparse.reference import kascade
-from sglang_sparse.reference.decode import Decoder
-from sglang_sparse.reference.export import load
-from sglang_sparse.reference.kascade import methods, sharing
-from sglang_sparse.reference.policies import Cache, Policy, Pool, attend_mask, layer_mask
-from sglang_sparse.reference.study import Study
-from sglang_sparse.reference.tiles import TilePrefill
+from sglang_sparse.research import kascade
+from sglang_sparse.research.decode import Decoder
+from sglang_sparse.research.export import load
+from sglang_sparse.research.kascade import methods, sharing
+from sglang_sparse.research.policies import Cache, Policy, Pool, attend_mask, layer_mask
+from sglang_sparse.research.study import Study
+from sglang_sparse.research.tiles import TilePrefill
 from sglang_sparse.tasks import FileEncoder, TaskSuite, is_exact
 from sglang_sparse.tasks.encoding import END
 from sglang_sparse_kernels import plan_tiles, select_topk, tile_attention, tile_score

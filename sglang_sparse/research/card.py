@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills the model card's tables and draws its plots from the study's JSON files.
 
-``python -m sglang_sparse.reference.card`` reads ``study/*.json`` beside the card and rewrites what
+``python -m sglang_sparse.research.card`` reads ``study/*.json`` beside the card and rewrites what
 stands between ``<!-- NAME -->`` and ``<!-- end -->`` in ``README.md``.
 """
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_sparse.reference import card
+from sglang_sparse.research import card
 
-MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
+MODEL = Path(__file__).parents[3] / "configs" / "reference" / "model"
 
 
 @pytest.fixture(scope="module")

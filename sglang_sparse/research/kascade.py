@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures Kascade on the reference model, beside the other methods and dense.
 
-``python -m sglang_sparse.reference.kascade`` decodes with anchors and head maps of
+``python -m sglang_sparse.research.kascade`` decodes with anchors and head maps of
 ``configs/reference/kascade.json`` over a dense and over a sparse prefill, and draws what it finds.
 What matters most comes first, and a run goes on after the last cell of the file.
 """
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from sglang_sparse.config import load_preset
-from sglang_sparse.reference.export import load
-from sglang_sparse.reference.policies import Policy
-from sglang_sparse.reference.study import Study
-from sglang_sparse.reference.tiles import TilePrefill
+from sglang_sparse.research.export import load
+from sglang_sparse.research.policies import Policy
+from sglang_sparse.research.study import Study
+from sglang_sparse.research.tiles import TilePrefill
 from sglang_sparse.tasks import FileEncoder
 
 TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking", "single_key", "passkey")

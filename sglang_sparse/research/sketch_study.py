@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of SparCas by the format of its key sketch, on the reference model.
 
-    python -m sglang_sparse.reference.sketch_study --out build/sketch.json
+    python -m sglang_sparse.research.sketch_study --out build/sketch.json
 
 Dense, then every format at every budget on the retrieval tasks: dense prefill, selection at decode,
 the first layer dense as in the reference preset.
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from sglang_sparse.reference.export import load
-from sglang_sparse.reference.policies import Policy, Storage
-from sglang_sparse.reference.study import RETRIEVAL, Study
+from sglang_sparse.research.export import load
+from sglang_sparse.research.policies import Policy, Storage
+from sglang_sparse.research.study import RETRIEVAL, Study
 from sglang_sparse.tasks import FileEncoder, wilson
 
 FORMATS: tuple[Storage, ...] = ("bf16", "fp8", "int8", "int4")

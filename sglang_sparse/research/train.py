@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains the reference model, resumably: ``python -m sglang_sparse.reference.train --help``.
+"""Trains the reference model, resumably: ``python -m sglang_sparse.research.train --help``.
 
 Symbols first, at 64 tokens, then longer; then chats over text with needles, from 256 to 32K tokens.
 A stage ends when its accuracy is there. Seeds, stages, losses and accuracies go to ``log.jsonl``.
@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,11 +19,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_sparse.reference import mix
-from sglang_sparse.reference.export import export, load
-from sglang_sparse.reference.model import ModelConfig, ReferenceModel
-from sglang_sparse.reference.step import Stepper, compile_pieces
-from sglang_sparse.reference.symbols import SymbolTask, symbol_batch
+from sglang_sparse.research import mix
+from sglang_sparse.research.curriculum import (
+    FINAL_LENGTHS,
+    FINAL_WEIGHTS,
+    Stage,
+    TextFeed,
+    curriculum,
+)
+from sglang_sparse.research.export import export, load
+from sglang_sparse.research.model import ModelConfig, ReferenceModel
+from sglang_sparse.research.step import Stepper, compile_pieces
+from sglang_sparse.research.symbols import SymbolTask, symbol_batch
 from sglang_sparse.tasks.encoding import FileEncoder
 
 RETRIEVAL = tuple(
@@ -41,39 +46,6 @@ RETRIEVAL = tuple(
 )
 
 
-@dataclass(frozen=True)
-class Stage:
-    """A part of the curriculum, of ``symbols`` or ``text``; it ends at ``target`` accuracy."""
-
-    kind: str
-    length: int
-    target: float
-    tokens: int
-    symbols: SymbolTask = field(default_factory=SymbolTask)
-    seconds: float = 1e9
-
-
-def curriculum(vocab: int, text_tokens: int) -> list[Stage]:
-    """The stages for a vocabulary of ``vocab`` tokens and text steps of ``text_tokens`` tokens."""
-    wide = SymbolTask(vocab=vocab - 6, value_vocab=vocab - 6)
-    digits = SymbolTask(vocab=vocab - 6, value_vocab=10, key_length=3, value_length=5)
-    few = SymbolTask()
-    stages = [Stage("symbols", n, 0.95, 4096, few) for n in (64, 96, 160)]
-    stages += [Stage("symbols", n, 0.95, 8192, few, 60) for n in (256, 512)]
-    stages += [
-        Stage("symbols", 256, 0.95, 16384, wide, 45),
-        Stage("symbols", 512, 0.95, 16384, digits, 45),
-    ]
-    stages += [Stage("text", n, 0.93, text_tokens, wide, 150) for n in (256, 512, 1024)]
-    stages += [Stage("text", n, 0.95, text_tokens, wide, 150) for n in (2048, 4096, 8192)]
-    stages.append(Stage("text", 16384, 2.0, text_tokens, wide))
-    return stages
-
-
-FINAL_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-FINAL_WEIGHTS = (0.06, 0.12, 0.12, 0.27, 0.22, 0.17, 0.04)
-
-
 @dataclass
 class State:
     """Progress that a checkpoint carries beside the weights."""
@@ -87,40 +59,6 @@ class State:
     seconds: float = 0.0
     macro: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
-
-
-class TextFeed:
-    """Batches made by worker processes, a few ahead of the trainer."""
-
-    def __init__(self, tokenizer: Path, workers: int, text_share: float) -> None:
-        self.workers = workers
-        self.source = (str(tokenizer), text_share)
-        if workers:
-            mix.init_worker(*self.source)
-        self.pool = (
-            multiprocessing.get_context("fork").Pool(workers, mix.single_threaded)
-            if workers
-            else None
-        )
-        self.queue: deque[tuple[tuple[int, int, int], Any]] = deque()
-
-    def get(self, jobs: Iterator[tuple[int, int, int]]) -> tuple[tuple[int, int, int], mix.Batch]:
-        """The oldest batch under way; ``jobs`` keeps the queue full."""
-        if self.pool is None:
-            mix.init_worker(*self.source)
-            job = next(jobs)
-            return job, mix.worker_batch(job)
-        while len(self.queue) < 2 * self.workers:
-            job = next(jobs)
-            self.queue.append((job, self.pool.apply_async(mix.worker_batch, (job,))))
-        job, result = self.queue.popleft()
-        return job, result.get(timeout=120)
-
-    def close(self) -> None:
-        """End the worker processes."""
-        if self.pool is not None:
-            self.pool.terminate()
-            self.pool.join()
 
 
 class Trainer:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sglang_sparse.reference.model import Attend, ReferenceModel, rope_tables
-from sglang_sparse.reference.policies import (
+from sglang_sparse.research.model import Attend, ReferenceModel, rope_tables
+from sglang_sparse.research.policies import (
     PLANES,
     WINDOW,
     Cache,

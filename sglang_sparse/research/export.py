@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_sparse.reference.model import ModelConfig, ReferenceModel
+from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.tasks.encoding import BOS, END, PAD, FileEncoder
 
 MAX_BYTES = 12 * 2**20

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV touched at equal accuracy, a share of the mass beside a fixed budget.
 
-``python -m sglang_sparse.reference.mass_study --out mass.json [--plots folder]``
+``python -m sglang_sparse.research.mass_study --out mass.json [--plots folder]``
 
 Both rank the same blocks or tokens by the same scores; all tasks and lengths are mixed. As in PSA,
 section 5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy, once of their
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.reference.export import load
-from sglang_sparse.reference.policies import Policy
-from sglang_sparse.reference.study import Study, part_rows
+from sglang_sparse.research.export import load
+from sglang_sparse.research.policies import Policy
+from sglang_sparse.research.study import Study, part_rows
 from sglang_sparse.tasks import TASKS, FileEncoder
 
 KEEP = 0.98

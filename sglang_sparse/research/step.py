@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_sparse.reference.model import Layer, ReferenceModel, rope_tables
-from sglang_sparse.reference.spread import assignment, spread_loss
+from sglang_sparse.research.model import Layer, ReferenceModel, rope_tables
+from sglang_sparse.research.spread import assignment, spread_loss
 
 MAX_SPANS = 8192
 MAX_TASKS = 16

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_sparse.reference.export import MAX_BYTES, export, load
-from sglang_sparse.reference.mix import TRAIN_TASKS, RowMaker
-from sglang_sparse.reference.model import ModelConfig, ReferenceModel
-from sglang_sparse.reference.spread import assignment, find_sources
-from sglang_sparse.reference.symbols import SymbolTask, symbol_batch
-from sglang_sparse.reference.train import Trainer, parser
+from sglang_sparse.research.export import MAX_BYTES, export, load
+from sglang_sparse.research.mix import TRAIN_TASKS, RowMaker
+from sglang_sparse.research.model import ModelConfig, ReferenceModel
+from sglang_sparse.research.spread import assignment, find_sources
+from sglang_sparse.research.symbols import SymbolTask, symbol_batch
+from sglang_sparse.research.train import Trainer, parser
 from sglang_sparse.tasks import FileEncoder
 
-MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
+MODEL = Path(__file__).parents[3] / "configs" / "reference" / "model"
 TINY = ModelConfig(2048, 32, 48, layers=2, heads=2, kv_heads=1, head_dim=16)
 
 

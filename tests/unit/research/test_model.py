@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_sparse.reference.export import MAX_BYTES, load
-from sglang_sparse.reference.model import ModelConfig
-from sglang_sparse.reference.policies import WINDOW, Policy
-from sglang_sparse.reference.study import Study
+from sglang_sparse.research.export import MAX_BYTES, load
+from sglang_sparse.research.model import ModelConfig
+from sglang_sparse.research.policies import WINDOW, Policy
+from sglang_sparse.research.study import Study
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
-MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
+MODEL = Path(__file__).parents[3] / "configs" / "reference" / "model"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server runs, as one record: the banner, the metrics and ``/server_info`` read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One server, without waiting for its device. Plain JSON types.
+
+    Attributes:
+        version: of this package.
+        method, source, preset_hash: what the flags resolved to, see ``config.Resolved``.
+        axes: the choice on each axis.
+        inner_backend: SGLang's dense backend.
+        implementation: ``triton`` or ``torch``.
+        min_sparse_tokens, page_size: tokens.
+        unit: tokens that are selected together.
+        kv_heads: KV heads of this rank.
+        layers: global ids of this rank's layers, by the role that they have in a sparse step.
+        request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
+        graphs: whether decode is captured, and which variants.
+        plane_bytes: device bytes of each plane.
+        kv_bytes, state_bytes: device bytes of K and V; of lists, scores, plans and tables.
+        decode_steps, prefill_batches: how many were planned, by variant.
+        sglang, sglang_tested: the installed version and those that were tested.
+    """
+
+    version: str
+    method: str
+    source: str
+    preset_hash: str
+    axes: dict[str, Any]
+    inner_backend: str
+    implementation: str
+    min_sparse_tokens: int
+    page_size: int
+    unit: int
+    kv_heads: int
+    layers: dict[str, list[int]]
+    request_budget: dict[str, Any]
+    graphs: dict[str, Any]
+    plane_bytes: dict[str, int]
+    kv_bytes: int
+    state_bytes: int
+    decode_steps: dict[str, int]
+    prefill_batches: dict[str, int]
+    sglang: str
+    sglang_tested: str

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""The small reference model: its tokenizer, training, export and study."""
