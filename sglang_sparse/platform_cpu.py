@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _ACCELERATORS = ("xpu", "npu", "musa", "hpu", "mps")
 
+# SGLang would size its pools to fill the host's memory, and its scheduler would spin while idle.
+MAX_TOTAL_TOKENS = 65536
+MAX_RUNNING_REQUESTS = 16
+
 
 def activate() -> str | None:
     """Dotted name of the CPU platform class, or None where an accelerator should serve.
@@ -45,8 +49,26 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     # OOT is what makes SGLang ask this class for its pools and take `forward_native` everywhere.
     _enum = PlatformEnum.OOT
 
+    def get_device(self, device_id: int | None = 0) -> str:
+        """Name of the device that a start without ``--device`` takes.
+
+        The mixin returns a ``torch.device``, and ``ServerArgs`` splits a name.
+        """
+        return self.device_name
+
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """Switch off what needs an accelerator, unless the user already did."""
+        """Switch off what needs an accelerator, and set sizes that the user left open.
+
+        SGLang has chosen its AMX attention by now if no other was asked for; its kernels are
+        missing wherever this platform serves.
+        """
+        if server_args.attention_backend == "intel_amx":
+            server_args.attention_backend = self.get_default_attention_backend()
+        if server_args.max_total_tokens is None:
+            server_args.max_total_tokens = MAX_TOTAL_TOKENS
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = MAX_RUNNING_REQUESTS
+        server_args.sleep_on_idle = True
         server_args.disable_cuda_graph = True
         for phase in (server_args.cuda_graph_config.decode, server_args.cuda_graph_config.prefill):
             phase.backend = "disabled"

@@ -23,15 +23,6 @@ from sglang_sparse.config import configs_dir
 
 MODEL_NAME = "reference"
 DEFAULT_ARGS = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
-# What SGLang needs on a machine with no accelerator. It would size its pools to fill the host's
-# memory, so they are capped: two requests of the model's longest context fit.
-CPU_ARGS = [
-    *("--device", "cpu"),
-    "--disable-overlap-schedule",
-    *("--max-total-tokens", "65536"),
-    *("--max-running-requests", "16"),
-    "--sleep-on-idle",
-]
 # A fact, thousands of tokens of filler, and a question about the fact.
 FACT = "The magic number for amber-violin is 58808."
 FILLER = (
@@ -43,12 +34,11 @@ MAX_TOKENS = 24
 POLL_SECONDS = 0.5
 
 
-def server_command(args: Sequence[str], *, model: Path, on_cpu: bool) -> list[str]:
+def server_command(args: Sequence[str], *, model: Path) -> list[str]:
     """Return the command line of the server; `args` come last and win."""
     command = [sys.executable, "-m", "sglang.launch_server"]
     command += ["--model-path", str(model), "--served-model-name", MODEL_NAME]
-    command += [*DEFAULT_ARGS, *(CPU_ARGS if on_cpu else [])]
-    return [*command, "--host", "127.0.0.1", "--port", "30000", *args]
+    return [*command, *DEFAULT_ARGS, "--host", "127.0.0.1", "--port", "30000", *args]
 
 
 def server_url(command: Sequence[str]) -> str:
@@ -103,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    command = server_command(args, model=model, on_cpu=not _has_accelerator())
+    command = server_command(args, model=model)
     print(shlex.join(command), flush=True)
     # In a session of its own, so that Ctrl-C reaches it once: through the handler below.
     server = subprocess.Popen(command, start_new_session=True)
@@ -115,12 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n\n".join(example_lines(url)), flush=True)
     status = server.wait()
     return status if status >= 0 else 128 - status
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
 
 
 def _wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> bool:

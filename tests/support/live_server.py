@@ -73,12 +73,13 @@ class LiveServer:
         env: dict[str, str] | None = None,
         command: Sequence[str] = LAUNCH_SERVER,
         host: Host | None = None,
+        base: Sequence[str] | None = None,
     ) -> None:
-        """Start it by its command, or let ``host`` fork it."""
+        """Start it by its command, or let ``host`` fork it; ``base`` replaces `base_args`."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
-        args = [*base_args(), "--port", str(port), *args]
+        args = [*(base_args() if base is None else base), "--port", str(port), *args]
         self._process: subprocess.Popen[bytes] | None = None
         if host is not None:
             self.pid = host.fork(args, env or {}, log)

@@ -26,7 +26,7 @@ MODEL = Path("configs/reference/model")
 
 
 def test_the_server_runs_sparsely_on_the_reference_model() -> None:
-    command = server_command([], model=MODEL, on_cpu=False)
+    command = server_command([], model=MODEL)
     assert command[1:3] == ["-m", "sglang.launch_server"]
     assert command[command.index("--model-path") + 1] == str(MODEL)
     assert command[command.index("--attention-backend") + 1] == "sparse"
@@ -34,16 +34,10 @@ def test_the_server_runs_sparsely_on_the_reference_model() -> None:
     assert "--device" not in command
 
 
-def test_only_a_machine_without_an_accelerator_gets_the_cpu_flags() -> None:
-    command = server_command([], model=MODEL, on_cpu=True)
-    assert command[command.index("--device") + 1] == "cpu"
-    assert "--disable-overlap-schedule" in command
-
-
 def test_arguments_of_the_user_win() -> None:
-    command = server_command(["--port", "31000", "--host=0.0.0.0"], model=MODEL, on_cpu=True)
+    command = server_command(["--port", "31000", "--host=0.0.0.0"], model=MODEL)
     assert server_url(command) == "http://127.0.0.1:31000"
-    assert server_url(server_command([], model=MODEL, on_cpu=True)) == "http://127.0.0.1:30000"
+    assert server_url(server_command([], model=MODEL)) == "http://127.0.0.1:30000"
 
 
 def test_the_curl_line_survives_a_shell() -> None:

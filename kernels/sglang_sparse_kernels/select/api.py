@@ -27,8 +27,8 @@ def select_topk(
     The domain of a row is its first ``ceil(tail_start / unit)`` units. Units that start before
     ``sink`` tokens, and units from ``max(0, tail_start - recent) // unit`` on, rank first; the
     rest by score, and of equal scores the lower index wins. The list holds logical unit indices,
-    ascending. A NaN score counts as -inf, +inf as the largest finite number. Rows with reselect 0 keep their lists; a
-    row with reselect != 0 and k_units 0 gets a count of 0.
+    ascending. A NaN score counts as -inf, +inf as the largest finite number. Rows with reselect 0
+    keep their lists; a row with reselect != 0 and k_units 0 gets a count of 0.
 
     Args:
         scores: float32 [R, H, max_units] ("torch" also float64), contiguous; entries past the
