@@ -23,9 +23,10 @@ def text(facts: Facts) -> str:
     share = plane_bytes / facts.kv_bytes
     return (
         f"sglang-sparse {facts.version}: method {facts.method} ({facts.source}, "
-        f"{facts.preset_hash}); {axes}; {_layers(layers)}, {dense} dense; rows under "
-        f"{facts.min_sparse_tokens} tokens dense; inner backend {facts.inner_backend}; page size "
-        f"{facts.page_size}; planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
+        f"{facts.preset_hash}); {axes}; {_layers(layers)}, {dense} dense; rows of "
+        f"{facts.min_sparse_tokens} to {facts.longest_row} tokens sparse, shorter ones dense; "
+        f"inner backend {facts.inner_backend}; page size {facts.page_size}; "
+        f"planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
         f"state {facts.state_bytes / 2**20:.1f} MiB; sglang {facts.sglang} ({tested})"
     )
 

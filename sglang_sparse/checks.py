@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
-from sglang_sparse.config import ConfigError, SparseConfig
+from sglang_sparse.config import ConfigError, SparseConfig, calibration_command
 from sglang_sparse_radix.refusals import RULES, Rule, unsupported_switch
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def check_ranks(config: SparseConfig, layers: int, kv_heads: int, tp_size: int) 
                     tp_size,
                     "ranks that no head map crosses",
                     f"head {head} of layer {layer} takes the list of head {taken}, which another "
-                    f"rank has: run `sglang-sparse calibrate kascade --model PATH --tp {tp_size} "
-                    "--output configs/MODEL/kascade.json --report DIR`",
+                    f"rank has: run `{calibration_command('PATH', tp=tp_size)}`",
                 )
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from sglang_sparse import __version__
 from sglang_sparse.config import (
@@ -26,7 +28,24 @@ from sglang_sparse.config import (
 )
 from sglang_sparse.config.presets import SCHEMA_FILE
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+
+class OneLine(TyperGroup):
+    """Ends every command that cannot go on with one line and a failing status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; a wrong setting or an unusable file is told, not traced."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise _fail(str(error)) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of a pipe has gone: click ends quietly
+                raise
+            where = "" if error.filename is None else f"{error.filename}: "
+            raise _fail(f"{where}{error.strerror or error}") from error
+
+
+app = typer.Typer(cls=OneLine, add_completion=False, no_args_is_help=True, help=__doc__)
 calibrate_app = typer.Typer(no_args_is_help=True, help="Measure a model, write its presets.")
 app.add_typer(calibrate_app, name="calibrate")
 
@@ -45,9 +64,9 @@ def _geometry(model: str) -> Geometry:
                 return shipped
     path = Path(model) / "config.json"
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         return Geometry.from_hf_config(content, name=model)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         models = sorted({ref.model for ref in list_presets()} - {"generic"})
         raise ConfigError(
             flag="--model",
@@ -63,10 +82,7 @@ def presets() -> None:
     """List the presets that ship with the package."""
     table = Table("preset", "layers, heads, dim", "layers", "score", "budget", "sparse from")
     for ref in list_presets():
-        try:
-            config = load_preset(ref.model, ref.name)
-        except ConfigError as error:
-            raise _fail(str(error)) from error
+        config = load_preset(ref.model, ref.name)
         shape = "any" if config.model is None else "{}, {}/{}, {}".format(*config.model.shape)
         kinds = (config.layers.kind, config.score.kind)
         budget = f"{config.budget.kind} {config.budget.amount}"
@@ -100,10 +116,7 @@ def show(
     ] = None,
 ) -> None:
     """Print the config that two flags resolve to, as a server would use it."""
-    try:
-        resolved = resolve_with_source(method, config, _geometry(model) if model else None)
-    except ConfigError as error:
-        raise _fail(str(error)) from error
+    resolved = resolve_with_source(method, config, _geometry(model) if model else None)
     typer.echo(resolved.config.model_dump_json(indent=2))
     Console(stderr=True, soft_wrap=True).print(
         f"method {resolved.method}, from {resolved.source}, hash {resolved.hash}", highlight=False
@@ -154,8 +167,6 @@ def evaluate(
             concurrency=concurrency,
         )
         evaluate_server(request)
-    except ConfigError as error:
-        raise _fail(str(error)) from error
     except RuntimeError as error:
         raise _fail(f"{error}; the same command goes on where this one ended") from error
 
@@ -193,7 +204,9 @@ def calibrate_kascade(
         ),
     ] = "cosine",
     seed: Annotated[int, typer.Option(help="Seed of the draw, or of generated prompts.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda; cuda if there is one.")] = "auto",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: cuda if there is one.")
+    ] = "auto",
 ) -> None:
     """Choose Kascade's anchors and head maps on a model; resumes if it was interrupted."""
     if find_spec("matplotlib") is None:
@@ -204,14 +217,13 @@ def calibrate_kascade(
 
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise _fail("--device cuda: there is none; allowed: cpu; drop --device")
     settings = Settings(
         model=model, prompts=prompts, anchors=anchors, outputs=output, report=report, count=count,
         max_tokens=max_tokens, top_k=top_k, tp=tp, importance=importance, seed=seed, device=device,
     )  # fmt: skip
-    try:
-        layers = calibrate(settings, Console(stderr=True))
-    except ConfigError as error:
-        raise _fail(str(error)) from error
+    layers = calibrate(settings, Console(stderr=True))
     typer.echo(f"anchors {list(layers.anchors)}; wrote {', '.join(map(str, output))}")
 
 

@@ -41,6 +41,8 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 ``managers/scheduler_components/metrics_reporter.py: SchedulerMetricsReporter``
     ``report_decode_stats`` runs after every decode step, ``_maybe_log_idle_metrics`` when there
     is nothing to do; ``metrics_collector.labels`` are the labels of the metrics beside ours.
+``managers/scheduler.py: Scheduler.init_req_max_new_tokens``, ``managers/tp_worker.py``
+    How long a request may become (:func:`longest_row`).
 ``managers/scheduler.py: Scheduler.get_internal_state``
     The ``sparse`` block of ``/server_info``.
 """
@@ -131,6 +133,22 @@ def read_model_config(args: argparse.Namespace) -> ModelConfig:
         if getattr(args, flag, None) is not None
     }
     return ModelConfig(model_path=args.model_path, **optional)
+
+
+def longest_row(context_len: int, pool_tokens: int | None, page_size: int) -> int:
+    """Return the most tokens that a row can have in a decode step.
+
+    A request of n tokens ends so that n + 2 is at most the context length, and n + 1 and a page at
+    most the KV pool; its last token is never fed back. Seam: ``init_req_max_new_tokens``.
+
+    Args:
+        context_len: SGLang's context length, in tokens.
+        pool_tokens: tokens that the KV pool holds; None if that is not known yet.
+        page_size: tokens in a page of the KV pool.
+    """
+    if pool_tokens is None:
+        return context_len - 3
+    return min(context_len - 3, pool_tokens - page_size - 2)
 
 
 def is_mla(model: ModelConfig) -> bool:

@@ -17,7 +17,8 @@ class Facts:
         axes: the choice on each axis.
         inner_backend: SGLang's dense backend.
         implementation: ``triton`` or ``torch``.
-        min_sparse_tokens, page_size: tokens.
+        min_sparse_tokens, longest_row: fewest and most tokens of a row that is sparse.
+        page_size: tokens.
         unit: tokens that are selected together.
         kv_heads: KV heads of this rank.
         layers: global ids of this rank's layers, by the role that they have in a sparse step.
@@ -37,6 +38,7 @@ class Facts:
     inner_backend: str
     implementation: str
     min_sparse_tokens: int
+    longest_row: int
     page_size: int
     unit: int
     kv_heads: int

@@ -15,6 +15,7 @@ from sglang_sparse import compat
 from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.launch import SparseLaunch, attach
+from sglang_sparse.reach import check_reach
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -119,6 +120,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     check_ranks(
         resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
     )
+    check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
     args.radix_cache_backend = BACKEND
     return SparseLaunch(resolved)

@@ -472,6 +472,7 @@ class SparseAttentionBackend(AttentionBackend):
             inner_backend=self.inner_name,
             implementation=self.impl,
             min_sparse_tokens=config.min_sparse_tokens,
+            longest_row=compat.longest_row(self.max_context_len, pool.size, pool.page_size),
             page_size=pool.page_size,
             unit=config.unit,
             kv_heads=pool.head_num,

@@ -11,6 +11,7 @@ from sglang_sparse import compat
 from sglang_sparse.checks import refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, launch_of
+from sglang_sparse.reach import check_reach
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def first_kv_head_of(runner: ModelRunner) -> int:
 def check_runner(runner: ModelRunner) -> None:
     """Refuse, with a ConfigError, what only the loaded model and its pool reveal."""
     pool, path = runner.token_to_kv_pool, runner.server_args.model_path
+    resolved = launch_of_runner(runner).resolved
+    check_reach(resolved, runner.model_config.context_len, runner.max_total_num_tokens)
     if not isinstance(pool, SparseMHATokenToKVPool):
         raise refuse(
             "--model-path",

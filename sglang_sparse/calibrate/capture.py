@@ -46,11 +46,11 @@ class Capture:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=_NAME
             )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # transformers raises what it likes
             raise ConfigError(
                 flag="--model",
                 value=path,
-                problem=f"transformers cannot load it ({error})",
+                problem=f"transformers cannot load it ({type(error).__name__}: {error})",
                 allowed="a folder or hub name of a causal language model",
                 remedy="correct the path",
             ) from error

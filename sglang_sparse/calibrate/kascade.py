@@ -7,10 +7,13 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from errno import EISDIR
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -21,18 +24,20 @@ from sglang_sparse.calibrate.prompts import Prompts, load_prompts
 from sglang_sparse.calibrate.report import Measured, write_report
 from sglang_sparse.calibrate.similarity import prompt_similarity
 from sglang_sparse.config import (
+    PATTERN_MODEL,
     Anchors,
     Calibration,
     ConfigError,
     Geometry,
     Reuse,
     SparseConfig,
+    list_presets,
     load_preset,
-    resolve,
 )
+from sglang_sparse.config.presets import PresetFileError, read_json_file
 
 STATE = "unfinished.pt"
-BASE = ("generic", "kascade")
+METHOD = "kascade"  # whose settings a new preset takes, unless its file is named for another
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,10 @@ def calibrate(settings: Settings, console: Console) -> Anchors:
         ConfigError: the model, the prompts, an output or a number cannot be used.
     """
     bases = [(path, _base(path)) for path in settings.outputs]
+    for flag, path in (
+        ("--report", settings.report / STATE), *(("--output", path) for path in settings.outputs)
+    ):  # fmt: skip
+        _check_writable(flag, path)
     capture = Capture(settings.model, settings.device)
     geometry = capture.geometry
     _check_numbers(settings, geometry)
@@ -193,14 +202,39 @@ def _resume(state: Path, fingerprint: str) -> Sums | None:
     """What an interrupted run of the same fingerprint left, or None."""
     if not state.is_file():
         return None
-    saved: dict[str, Any] = torch.load(state, weights_only=True)
-    if saved.pop("fingerprint") != fingerprint:
-        return None
-    return Sums(**saved)
+    try:
+        saved: dict[str, Any] = torch.load(state, weights_only=True)
+        return Sums(**saved) if saved.pop("fingerprint") == fingerprint else None
+    except Exception as error:  # torch.load raises what it likes
+        raise ConfigError(
+            flag="--report",
+            value=str(state.parent),
+            problem=f"{state.name}, which an interrupted run left there, cannot be read ({error})",
+            allowed="a folder, new or of an earlier run",
+            remedy=f"remove {state}, or name another folder",
+        ) from error
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before hours are spent on what it is to hold."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            flag=flag,
+            value=str(path),
+            problem=f"it cannot be written ({error.strerror})",
+            allowed="a path that can be written",
+            remedy="name another one",
+        ) from error
 
 
 def _base(path: Path) -> SparseConfig:
-    """The preset that ``path`` holds, or the one that every model starts from."""
+    """The preset that ``path`` holds, or the settings that every model starts from."""
     if not path.exists():
         if path.suffix != ".json":
             raise ConfigError(
@@ -210,8 +244,22 @@ def _base(path: Path) -> SparseConfig:
                 allowed="a path that ends in .json",
                 remedy="name one, such as configs/MODEL/kascade.json",
             )
-        return load_preset(*BASE)
-    return resolve("custom", str(path))
+        shipped = {ref.name for ref in list_presets() if ref.model == PATTERN_MODEL}
+        base = load_preset(PATTERN_MODEL, path.stem if path.stem in shipped else METHOD)
+        if not isinstance(base.layers, Anchors):
+            base = load_preset(PATTERN_MODEL, METHOD)
+        return base.model_copy(update={"model": None})
+    try:
+        return SparseConfig.model_validate(read_json_file(path))
+    except (PresetFileError, ValidationError) as error:
+        raise ConfigError(
+            flag="--output",
+            value=str(path),
+            problem="it is there and holds no preset "
+            f"({error if isinstance(error, PresetFileError) else error.errors()[0]['msg']})",
+            allowed="a new file, or a preset whose layers are to be replaced",
+            remedy="name another one",
+        ) from error
 
 
 def _check_numbers(settings: Settings, geometry: Geometry) -> None:
@@ -220,7 +268,7 @@ def _check_numbers(settings: Settings, geometry: Geometry) -> None:
         ("--anchors", settings.anchors, 1, geometry.num_hidden_layers, True),
         ("--count", settings.count, 1, 10_000, True),
         ("--top-k", settings.top_k, 1, settings.max_tokens // 2, True),
-        ("--tp", settings.tp, 1, heads, heads % settings.tp == 0),
+        ("--tp", settings.tp, 1, heads, settings.tp > 0 and heads % settings.tp == 0),
     )
     for flag, value, least, most, divides in rules:
         if not (least <= value <= most and divides):

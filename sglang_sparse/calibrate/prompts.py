@@ -83,6 +83,8 @@ def _encode(line: str, tokenizer: Any) -> list[int]:
         content = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg})") from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
     if isinstance(content, dict) and isinstance(content.get("messages"), list):
         try:
             ids = tokenizer.apply_chat_template(content["messages"], return_dict=False)
@@ -92,7 +94,10 @@ def _encode(line: str, tokenizer: Any) -> list[int]:
     if isinstance(content, dict) and isinstance(content.get("prompt"), str):
         if not content["prompt"].strip():
             raise ValueError("has an empty prompt")
-        return [int(token) for token in tokenizer.encode(content["prompt"])]
+        try:
+            return [int(token) for token in tokenizer.encode(content["prompt"])]
+        except (TypeError, ValueError) as error:  # half of a surrogate pair
+            raise ValueError(f"cannot be tokenized ({error})") from error
     raise ValueError("has neither a prompt nor messages")
 
 

@@ -33,11 +33,17 @@ from sglang_sparse.config.load import (
     resolve,
     resolve_with_source,
 )
-from sglang_sparse.config.model import Geometry, SparseConfig, preset_hash
-from sglang_sparse.config.presets import PresetRef, configs_dir, list_presets
+from sglang_sparse.config.model import (
+    Geometry,
+    SparseConfig,
+    calibration_command,
+    preset_hash,
+)
+from sglang_sparse.config.presets import PATTERN_MODEL, PresetRef, configs_dir, list_presets
 from sglang_sparse.config.schema import json_schema, schema_text
 
 __all__ = [
+    "PATTERN_MODEL",
     "Anchors",
     "Calibration",
     "ConfigError",
@@ -62,6 +68,7 @@ __all__ = [
     "TilePrefill",
     "TokenBudget",
     "available_methods",
+    "calibration_command",
     "configs_dir",
     "deep_merge",
     "json_schema",

@@ -9,22 +9,32 @@
 | a preset's name | inline JSON or a file | the same, with the given keys merged over it |
 | a preset's name | `<model>/<same preset>` | that file |
 | custom or none | a preset's name, a file, inline JSON | exactly what is given |
+
+A method whose presets were all made for other models needs a config with layers of its own, which
+is merged over the rest of its settings.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from sglang_sparse.config.errors import ConfigError, InvalidConfig, from_validation_error
-from sglang_sparse.config.model import Geometry, SparseConfig, check_fits, preset_hash
+from sglang_sparse.config.model import (
+    Geometry,
+    SparseConfig,
+    calibration_command,
+    check_fits,
+    preset_hash,
+)
 from sglang_sparse.config.presets import (
     GENERIC_MODEL,
+    PATTERN_MODEL,
     PresetFileError,
     PresetRef,
     find_preset,
@@ -50,12 +60,14 @@ class Resolved:
         method: what `--sparse-method` said, or the preset's name, or `custom`.
         source: for people: the preset or file it was read from, and what was merged over it.
         hash: `preset_hash(config)`.
+        given: what `--sparse-config` said, or None.
     """
 
     config: SparseConfig
     method: str
     source: str
     hash: str
+    given: str | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,8 @@ class _Draft:
 
 
 def available_methods() -> tuple[str, ...]:
-    """Return what `--sparse-method` may be: every preset that fits any model, and `custom`."""
-    names = {ref.name for ref in list_presets() if ref.model == GENERIC_MODEL}
+    """Return what `--sparse-method` may be: the name of every preset, and `custom`."""
+    names = {ref.name for ref in list_presets()}
     return (*sorted(names), CUSTOM)
 
 
@@ -86,7 +98,7 @@ def resolve(
         config: the value of `--sparse-config`: a preset's name, a path to a JSON file, or inline
             JSON; None if it was not given.
         geometry: the served model's; None skips every check against a model and takes the generic
-            preset.
+            preset, if the method has one.
 
     Raises:
         ConfigError: anything about them is wrong; its text is the one line to end the start with.
@@ -106,7 +118,11 @@ def resolve_with_source(
     if geometry is not None:
         _check_geometry(validated, geometry, draft)
     return Resolved(
-        config=validated, method=draft.method, source=draft.source, hash=preset_hash(validated)
+        config=validated,
+        method=draft.method,
+        source=draft.source,
+        hash=preset_hash(validated),
+        given=None if config is None else config.strip(),
     )
 
 
@@ -142,7 +158,7 @@ def _draft(method: str | None, config: str | None, geometry: Geometry | None) ->
     _check_method(method, config)
     if config is None:
         assert method is not None, "_check_method lets no call without either flag pass"
-        return _preset_draft(_method_preset(method, geometry), method, METHOD_FLAG, method)
+        return _method_draft(method, geometry)
     config = config.strip()
     is_inline = config.startswith(("{", "["))
     if not is_inline and not _is_path(config):
@@ -159,8 +175,7 @@ def _draft(method: str | None, config: str | None, geometry: Geometry | None) ->
     origin = "inline JSON" if is_inline else config
     if method is None or method == CUSTOM:
         return _Draft(content, CUSTOM, origin, CONFIG_FLAG, config, f"correct the key ({_SEE})")
-    base = _preset_draft(_method_preset(method, geometry), method, METHOD_FLAG, method)
-    _validate(base)
+    base = _base_draft(method, geometry, has_layers="layers" in content)
     merged = deep_merge(base.content, content)
     remedy = f"correct the key, or leave it out to keep the preset's value ({_SEE})"
     return _Draft(merged, method, f"{base.source} + {origin}", CONFIG_FLAG, config, remedy)
@@ -202,20 +217,68 @@ def _is_path(value: str) -> bool:
     return not is_preset and os.path.isfile(value)
 
 
-def _method_preset(method: str, geometry: Geometry | None) -> PresetRef:
+def _method_draft(method: str, geometry: Geometry | None) -> _Draft:
+    ref = _find(method, geometry, METHOD_FLAG)
+    if ref is None:
+        raise _no_preset(method, geometry, METHOD_FLAG)
+    return _preset_draft(ref, method, METHOD_FLAG, method)
+
+
+def _base_draft(method: str, geometry: Geometry | None, *, has_layers: bool) -> _Draft:
+    """Return what a config is merged over.
+
+    On a model that none of the method's presets was made for that is one of them without its
+    geometry and layers, if the config has layers of its own.
+    """
+    ref = _find(method, geometry, METHOD_FLAG)
+    pattern = _find(f"{PATTERN_MODEL}/{method}", None, METHOD_FLAG)
+    if ref is None and (pattern is None or not has_layers):
+        raise _no_preset(method, geometry, METHOD_FLAG)
+    chosen = ref or pattern
+    assert chosen is not None
+    base = _preset_draft(chosen, method, METHOD_FLAG, method)
+    config = _validate(base)
+    if ref is not None:
+        return base
+    content = {key: value for key, value in base.content.items() if key != "model"}
+    content["layers"] = {"kind": config.layers.kind}
+    return replace(base, content=content, source=f"{chosen} but for its layers")
+
+
+def _find(name: str, geometry: Geometry | None, flag: str) -> PresetRef | None:
     try:
-        ref = find_preset(method, geometry)
+        return find_preset(name, geometry)
     except PresetFileError as error:
-        raise _unreadable(METHOD_FLAG, method, error, shipped=True) from error
-    assert ref is not None, "a method is available only if its generic preset is there"
-    return ref
+        raise _unreadable(flag, name, error, shipped=True) from error
+
+
+def _no_preset(method: str, geometry: Geometry | None, flag: str) -> ConfigError:
+    """Refuse a method whose presets were all made for other models."""
+    refs = [ref for ref in list_presets() if ref.name == method]
+    if geometry is None:
+        problem = "each of its presets is made for one model, and no model is given"
+    else:
+        problem = f"it has no preset for {geometry.describe()}"
+    kinds = {_validate(_preset_draft(ref, method, flag, method)).layers.kind for ref in refs}
+    if kinds == {"anchors"}:
+        command = calibration_command("PATH" if geometry is None else geometry.name, method)
+        remedy = f"run `{command}`, then use {CONFIG_FLAG} {method}.json"
+    else:
+        remedy = f"use {METHOD_FLAG} {CUSTOM} with a whole config in {CONFIG_FLAG}"
+    return ConfigError(
+        flag=flag,
+        value=method,
+        problem=problem,
+        allowed=f"a model of the shape of {', '.join(ref.model for ref in refs)}, or layers of the "
+        f"model's own in {CONFIG_FLAG}",
+        remedy=remedy,
+    )
 
 
 def _named_preset_draft(method: str | None, name: str, geometry: Geometry | None) -> _Draft:
-    try:
-        ref = find_preset(name, geometry)
-    except PresetFileError as error:
-        raise _unreadable(CONFIG_FLAG, name, error, shipped=True) from error
+    ref = _find(name, geometry, CONFIG_FLAG)
+    if ref is None and name in available_methods() and name != CUSTOM:
+        raise _no_preset(name, geometry, CONFIG_FLAG)
     if ref is None:
         presets = ", ".join(map(str, list_presets()))
         raise ConfigError(

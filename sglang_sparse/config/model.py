@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -29,7 +30,7 @@ from sglang_sparse.config.axes import (
     TilePrefill,
     budget_tokens,
 )
-from sglang_sparse.config.errors import InvalidConfig
+from sglang_sparse.config.errors import InvalidConfig, shorten
 
 # The key of each budget that says how much a list holds at least.
 _LEAST_KEYS = {"tokens": "tokens", "fraction": "floor", "mass": "cap"}
@@ -47,19 +48,24 @@ class Geometry(Choice):
     head_dim: int = Field(ge=1)
 
     @classmethod
-    def from_hf_config(cls, config: Mapping[str, Any], *, name: str) -> Geometry:
+    def from_hf_config(cls, config: object, *, name: str) -> Geometry:
         """Read the geometry from the content of a Hugging Face `config.json`.
 
         Raises:
-            KeyError: the config lacks a layer, head or size count.
+            ValueError: it is no object, or lacks a layer, head or size count; one line.
         """
-        heads = config["num_attention_heads"]
+        if not isinstance(config, Mapping):
+            raise ValueError(f"it holds a JSON {type(config).__name__}, not an object")
+        heads = _count(config, "num_attention_heads")
+        kv_heads, dim = config.get("num_key_value_heads"), config.get("head_dim")
         return cls(
             name=name,
-            num_hidden_layers=config["num_hidden_layers"],
+            num_hidden_layers=_count(config, "num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            num_key_value_heads=heads
+            if kv_heads is None
+            else _count(config, "num_key_value_heads"),
+            head_dim=_head_dim(config, heads) if dim is None else _count(config, "head_dim"),
         )
 
     def matches(self, other: Geometry) -> bool:
@@ -80,6 +86,20 @@ class Geometry(Choice):
         """Return the geometry in words, for messages."""
         layers, heads, kv_heads, dim = self.shape
         return f"{self.name} ({layers} layers, {heads} query and {kv_heads} KV heads of {dim})"
+
+
+def _count(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {shorten(repr(value))}, not a whole number from 1 on")
+    return value
+
+
+def _head_dim(config: Mapping[str, Any], heads: int) -> int:
+    size = _count(config, "hidden_size")
+    if size < heads:
+        raise ValueError(f"hidden_size {size} holds no dimension for each of {heads} heads")
+    return size // heads
 
 
 class SparseConfig(Choice):
@@ -255,8 +275,17 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
         _check_anchors_fit(config.layers, geometry)
 
 
+def calibration_command(model: str, method: str = "kascade", *, tp: int = 1) -> str:
+    """Return the command that measures anchors and head maps for `method` on `model`, a path."""
+    ranks = f"--tp {tp} " if tp > 1 else ""
+    return (
+        f"sglang-sparse calibrate kascade --model {shlex.quote(model)} {ranks}"
+        f"--output {method}.json --report {method}-report"
+    )
+
+
 def _check_anchors_fit(layers: Anchors, geometry: Geometry) -> None:
-    recalibrate = "run `sglang-sparse calibrate kascade --model PATH` for this model"
+    recalibrate = f"run `{calibration_command(geometry.name)}`"
     count, heads = geometry.num_hidden_layers, geometry.num_key_value_heads
     if layers.anchors[-1] >= count:
         raise InvalidConfig(

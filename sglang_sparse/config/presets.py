@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from sglang_sparse.config.model import Geometry
 
 GENERIC_MODEL = "generic"
+# Whose settings, but for its layers, a method without a generic preset starts from on other models.
+PATTERN_MODEL = "llama-3.1-8b"
 SCHEMA_FILE = "schema.json"
 
 
@@ -50,7 +52,7 @@ def find_preset(name: str, geometry: Geometry | None) -> PresetRef | None:
     """Return the preset that `name` means for a model, or None if there is none.
 
     `<model>/<preset>` names one file. `<preset>` alone means the one made for `geometry`, else the
-    generic one.
+    generic one. A preset whose layers were chosen on a model has no generic one.
 
     Raises:
         PresetFileError: a preset of that name is damaged.
@@ -81,8 +83,9 @@ def read_json_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError) as error:
+        told = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        reason = error.strerror if isinstance(error, OSError) else told
         raise PresetFileError(f"cannot read {path}: {reason}") from error
     return parse_json_object(text, origin=str(path))
 

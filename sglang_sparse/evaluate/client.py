@@ -33,9 +33,12 @@ class Server:
         """
         self.base_url = base_url.rstrip("/")
         try:
-            self.info: dict[str, Any] = self._call("/server_info")
+            info = self._call("/server_info")
         except (RuntimeError, ValueError) as error:
             raise self._refuse(f"no SGLang server answered ({error})") from error
+        if not isinstance(info, dict):
+            raise self._refuse("what answered is no SGLang server")
+        self.info: dict[str, Any] = info
         states = self.info.get("internal_states") or [{}]
         if "sparse" not in states[0]:
             raise self._refuse("its server was not started with --attention-backend sparse")
@@ -80,17 +83,17 @@ class Server:
             ConfigError: it is not here, as may be when the server is elsewhere.
         """
         where = path or self.tokenizer_path
-        if (Path(where) / "tokenizer.json").is_file() or Path(where).is_file():
-            return FileEncoder(where)
-        from transformers import AutoTokenizer
-
         try:
+            if (Path(where) / "tokenizer.json").is_file() or Path(where).is_file():
+                return FileEncoder(where)
+            from transformers import AutoTokenizer
+
             return HuggingFaceEncoder(AutoTokenizer.from_pretrained(where))
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers and transformers raise what they like
             raise ConfigError(
                 flag="--tokenizer",
                 value=where,
-                problem=f"transformers cannot load it ({error})",
+                problem=f"it cannot be loaded ({type(error).__name__}: {error})",
                 allowed="a folder with a tokenizer.json, or a name that transformers knows",
                 remedy="name the tokenizer of the served model",
             ) from error

@@ -33,7 +33,7 @@ class Journal:
                 remedy="name another one",
             ) from error
         self._path, kept = folder / "journal.jsonl", folder / "settings.json"
-        if kept.exists() and json.loads(kept.read_text()) != settings:
+        if kept.exists() and self._read(kept, kept.read_bytes()) != settings:
             raise ConfigError(
                 flag="--out",
                 value=str(folder),
@@ -44,14 +44,31 @@ class Journal:
         kept.write_text(json.dumps(settings, indent=1) + "\n")
         self._lock = threading.Lock()
         self._entries: dict[Key, dict[str, Any]] = {}
-        text = self._path.read_text() if self._path.exists() else ""
-        if text and not text.endswith("\n"):
+        text = self._path.read_bytes() if self._path.exists() else b""
+        if text and not text.endswith(b"\n"):
             # A run was killed while it wrote its last line.
-            text = text[: text.rfind("\n") + 1]
-            self._path.write_text(text)
+            text = text[: text.rfind(b"\n") + 1]
+            self._path.write_bytes(text)
         for line in text.splitlines():
-            entry = json.loads(line)
+            entry = self._read(self._path, line)
             self._entries[self._key(entry)] = entry
+
+    @staticmethod
+    def _read(path: Path, text: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            found = error
+        fields = ("task", "length", "index", "arm") if path.suffix == ".jsonl" else ()
+        if not isinstance(found, dict) or any(field not in found for field in fields):
+            raise ConfigError(
+                flag="--out",
+                value=str(path.parent),
+                problem=f"{path.name} in it is damaged",
+                allowed="a folder, new or of an earlier run",
+                remedy=f"remove {path}, or name another folder",
+            )
+        return found
 
     @staticmethod
     def _key(entry: dict[str, Any]) -> Key:

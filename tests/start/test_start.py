@@ -19,6 +19,7 @@ from sglang_sparse import platform_cpu
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
+ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 # Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
@@ -92,6 +93,7 @@ MISTRAL = {
 }
 WIDE = {**LLAMA, "head_dim": 96}
 MULTIQUERY = {**LLAMA, "num_attention_heads": 32, "num_key_value_heads": 1}
+SHALLOW = {**LLAMA, "num_hidden_layers": 5}
 GEOMETRY = {
     "name": "other",
     "num_hidden_layers": 4,
@@ -138,6 +140,26 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "a cap under the sink and recent pages": (
         [*PSA, "--sparse-config", '{"budget": {"cap": 64}}'],
         ["--sparse-config", "budget.cap 64 cannot hold", "at least 128"],
+    ),
+    "rows that never get long enough": (
+        [*SPARSE, "--context-length", "514"],
+        [
+            "--sparse-method sparcas: its min_sparse_tokens is 512",
+            "has 511 tokens (context length 514)",
+            "allowed: min_sparse_tokens from 1 to 511",
+            """add --sparse-config '{"min_sparse_tokens": 257}'""",
+        ],
+    ),
+    "a KV pool that no row gets long enough in": (
+        [*SPARSE, "--max-total-tokens", "576"],
+        ["--sparse-method sparcas", "has 510 tokens (KV pool of 576 tokens)"],
+    ),
+    "anchors of another model": (
+        ["--model-path", "{TMP}/shallow", *ANCHORS],
+        [
+            "--sparse-method kascade: it has no preset for {TMP}/shallow (5 layers",
+            "`sglang-sparse calibrate kascade --model {TMP}/shallow --output kascade.json ",
+        ],
     ),
     "another model's geometry": (
         [*SPARSE, "--sparse-config", json.dumps({"model": GEOMETRY})],
@@ -226,12 +248,27 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """How each command line ended (a status, an exception's name, or "started") and its words."""
     tmp = tmp_path_factory.mktemp("refusals")
     (tmp / "damaged.json").write_text('{"layers": ')
-    models = {"mla": MLA, "mistral": MISTRAL, "wide": WIDE, "multiquery": MULTIQUERY}
+    models = {
+        "mla": MLA,
+        "mistral": MISTRAL,
+        "wide": WIDE,
+        "multiquery": MULTIQUERY,
+        "shallow": SHALLOW,
+    }
     for name, config in models.items():
         (tmp / name).mkdir()
         (tmp / name / "config.json").write_text(json.dumps(config))
     lines = {name: flags for name, (flags, _) in REFUSALS.items()}
     lines |= {"good": SPARSE, "dense": ["--attention-backend", "torch_native"]}
+    by_hand = json.dumps({"layers": {"anchors": [0, 2]}, "prefill": {"kind": "dense"}})
+    lines["anchors by hand"] = [
+        "--model-path",
+        "{TMP}/shallow",
+        *ANCHORS,
+        "--sparse-config",
+        by_hand,
+    ]
+    lines["just long enough"] = [*SPARSE, "--context-length", "515", "--max-total-tokens", "578"]
     lines |= {"lost hook": SPARSE, "no plugin": ["--attention-backend", "sparse"]}
     request = {
         name: [*base_args(), *(f.replace("{TMP}", str(tmp)) for f in flags)]
@@ -245,7 +282,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         check=True,
         timeout=500,
     )
-    results: dict[str, list[str]] = json.loads(done.stdout.rsplit("RESULTS", 1)[1])
+    told = done.stdout.rsplit("RESULTS", 1)[1].replace(str(tmp), "{TMP}")
+    results: dict[str, list[str]] = json.loads(told)
     return results
 
 
@@ -261,7 +299,7 @@ def test_a_start_that_cannot_be_served_is_refused_in_one_line(
         assert word in line
 
 
-@pytest.mark.parametrize("name", ["good", "dense"])
+@pytest.mark.parametrize("name", ["good", "dense", "anchors by hand", "just long enough"])
 def test_good_flags_are_not_refused(outcomes: dict[str, list[str]], name: str) -> None:
     assert outcomes[name] == ["started", ""]
 

@@ -22,6 +22,7 @@ def facts(model: str, preset: str) -> Facts:
         inner_backend="torch_native",
         implementation="torch",
         min_sparse_tokens=777,
+        longest_row=8888,
         page_size=64,
         unit=config.unit,
         kv_heads=4,
@@ -52,7 +53,8 @@ def test_the_banner_says_whether_anchors_are_calibrated(model: str, said: str, p
 def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
     line = banner.text(facts("reference", "kascade"))
     assert "planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
-    assert "3 layers select, 1 layers reuse, 2 dense; rows under 777 tokens dense" in line
+    assert "3 layers select, 1 layers reuse, 2 dense; rows of 777 to 8888 tokens sparse" in line
+    assert "sparse, shorter ones dense" in line
 
 
 def test_the_banner_warns_of_a_version_that_was_not_tested() -> None:

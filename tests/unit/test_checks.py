@@ -74,7 +74,7 @@ def test_kept_selections_are_bounded() -> None:
 def test_lists_that_other_layers_read_take_one_set_and_lists_of_other_steps_one_a_layer() -> None:
     from sglang_sparse.backend.selection import kept_sets
 
-    every, anchors = load_preset("generic", "sparcas"), load_preset("generic", "kascade")
+    every, anchors = load_preset("generic", "sparcas"), load_preset("llama-3.1-8b", "kascade")
     slow = StepCadence(every=4)
     layers = range(32)
     assert kept_sets(every, layers) == 0
@@ -87,8 +87,8 @@ def test_exact_scores_count_their_logits_in_a_pass() -> None:
     from sglang_sparse.backend.selection import Limits
 
     sizes = {"max_context": 131072, "kv_heads": 8, "query_heads": 32, "max_rows": 256}
-    assert Limits.of(load_preset("generic", "kascade"), **sizes).rows_a_pass == 24
-    assert Limits.of(load_preset("generic", "kascade_sketch"), **sizes).rows_a_pass == 128
+    assert Limits.of(load_preset("llama-3.1-8b", "kascade"), **sizes).rows_a_pass == 24
+    assert Limits.of(load_preset("llama-3.1-8b", "kascade_sketch"), **sizes).rows_a_pass == 128
 
 
 def test_long_contexts_shrink_the_pass_and_not_the_batch() -> None:

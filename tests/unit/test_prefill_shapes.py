@@ -15,7 +15,7 @@ import torch
 from sglang_sparse.backend.prefill import SparsePrefill, TileBatch
 from sglang_sparse.config import SparseConfig, TilePrefill
 
-PRESET = Path(__file__).parents[2] / "configs" / "generic" / "kascade.json"
+PRESET = Path(__file__).parents[2] / "configs" / "llama-3.1-8b" / "kascade.json"
 HEADS, GROUP, DIM, PAGE = 2, 4, 64, 64
 
 

@@ -31,7 +31,7 @@ ROOMS = {
     "research": {"config", "tasks", "calibrate"},
     "backend": {
         *("__init__", "config", "compat", "checks", "launch", "facts", "banner"),
-        *("pools", "graph_variants", "request_options"),
+        *("pools", "graph_variants", "reach", "request_options"),
     },
 }
 PUBLIC_ONLY = {"config": ("torch", "sglang"), "tasks": ("sglang",), "research": ("sglang",)}

@@ -176,6 +176,31 @@ def test_sums_of_other_prompts_are_not_taken_up(
     assert layers.calibration.prompts == 3
 
 
+def test_sums_that_cannot_be_read_are_told_in_one_line(tmp_path: Path) -> None:
+    asked = settings(tmp_path)
+    asked.report.mkdir()
+    (asked.report / kascade.STATE).write_text("not what torch saved")
+    with pytest.raises(ConfigError) as caught:
+        kascade.calibrate(asked, Console(quiet=True))
+    assert str(caught.value).startswith(f"--report {asked.report}: {kascade.STATE}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "method"), [("kascade_sketch", "kascade_sketch"), ("sparcas", "kascade")]
+)
+def test_a_new_preset_takes_the_settings_that_its_name_says(
+    tmp_path: Path, file: str, method: str
+) -> None:
+    path = tmp_path / f"{file}.json"
+    kascade.calibrate(settings(tmp_path, outputs=[path]), Console(quiet=True))
+    written, shipped = resolve("custom", str(path)), load_preset("llama-3.1-8b", method)
+    assert written.model.shape == load_preset("reference", "kascade").model.shape
+    own = {"layers", "model"}
+    assert written.model_dump(exclude=own) == shipped.model_dump(exclude=own)
+    assert resolve("kascade", str(path), written.model).score == written.score
+
+
 def test_prompts_come_from_a_file_and_its_hash_is_recorded(tmp_path: Path) -> None:
     text = "The magic number is 17. " * 60
     chat = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "17"}]}
@@ -196,6 +221,8 @@ def test_prompts_come_from_a_file_and_its_hash_is_recorded(tmp_path: Path) -> No
         (["{"], ["line 1 is not JSON"]),
         (['"text"', '{"text": 1}'], ["line 1 has neither", "line 2 has neither"]),
         (['{"messages": [1]}'], ["line 1 does not fit the chat template"]),
+        (["[" * 100_000], ["line 1 is nested too deeply"]),
+        ([r'{"prompt": "\ud800"}'], ["line 1 cannot be tokenized"]),
         (["{"] * 7, ["line 5 is not JSON", "and 2 more"]),
     ],
 )
@@ -215,6 +242,7 @@ def test_bad_prompts_are_named_by_line(tmp_path: Path, lines: list[str], words: 
     [
         ({"anchors": 7}, "--anchors 7"),
         ({"tp": 3}, "--tp 3"),
+        ({"tp": 0}, "--tp 0"),
         ({"top_k": 76}, "--top-k 76"),
         ({"model": "/nowhere"}, "--model /nowhere"),
         ({"outputs": [Path("kascade.txt")]}, "--output kascade.txt"),

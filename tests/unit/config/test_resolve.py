@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_sparse.config import (
+    Anchors,
     ConfigError,
     FractionBudget,
     Geometry,
@@ -63,7 +65,7 @@ def test_every_shipped_preset_is_valid_and_is_what_its_file_says() -> None:
 def test_the_reference_presets_fit_the_reference_model() -> None:
     content = json.loads((configs_dir() / "reference" / "model" / "config.json").read_text())
     geometry = Geometry.from_hf_config(content, name="reference")
-    for method in ("sparcas", "page_minmax", "kascade", "kascade_sketch"):
+    for method in set(available_methods()) - {"custom"}:
         assert resolve_with_source(method, None, geometry).source == f"reference/{method}"
 
 
@@ -274,13 +276,57 @@ def test_a_damaged_preset_names_the_flag_and_the_fault(
         assert part in line
 
 
-def test_a_method_is_available_once_its_generic_preset_is_there(own_configs: Path) -> None:
+def test_a_method_is_available_once_a_preset_of_it_is_there(own_configs: Path) -> None:
     before = set(available_methods())
-    shutil.copy(own_configs / "generic" / "sparcas.json", own_configs / "generic" / "mine.json")
+    shutil.copy(own_configs / "qwen3-8b" / "sparcas.json", own_configs / "qwen3-8b" / "mine.json")
     assert set(available_methods()) == before | {"mine"}
-    (own_configs / "generic" / "sparcas.json").unlink()
+    with pytest.raises(
+        ConfigError, match="--sparse-method mine: it has no preset for served"
+    ) as no:
+        resolve("mine", None, LLAMA)
+    assert "use --sparse-method custom with a whole config" in str(no.value)
+    for path in own_configs.glob("*/sparcas.json"):
+        path.unlink()
     with pytest.raises(ConfigError, match="there is no such method"):
         resolve("sparcas", None, LLAMA)
+
+
+@pytest.mark.parametrize("method", ["kascade", "kascade_sketch"])
+@pytest.mark.parametrize("config", [None, '{"min_sparse_tokens": 64}'])
+def test_anchors_of_another_model_are_refused_with_the_command_that_measures_them(
+    method: str, config: str | None
+) -> None:
+    served = UNKNOWN.model_copy(update={"name": "/models/my model"})
+    with pytest.raises(ConfigError) as refused:
+        resolve(method, config, served)
+    line = str(refused.value)
+    assert line.startswith(f"--sparse-method {method}: it has no preset for /models/my model (24 ")
+    assert "allowed: a model of the shape of llama-3.1-8b, qwen3-8b, reference, or layers" in line
+    command = shlex.split(line.split("`")[1])
+    assert command[:5] == ["sglang-sparse", "calibrate", "kascade", "--model", "/models/my model"]
+    written = command[command.index("--output") + 1]
+    assert line.endswith(f"then use --sparse-config {written}")
+    with pytest.raises(ConfigError, match=f"--sparse-config {method}: it has no preset"):
+        resolve(None, method, served)
+    with pytest.raises(ConfigError, match="made for one model, and no model is given"):
+        resolve(method, config)
+
+
+@pytest.mark.parametrize(
+    ("method", "score"), [("kascade", "exact"), ("kascade_sketch", "key_sketch")]
+)
+def test_anchors_given_by_hand_serve_any_model(method: str, score: str) -> None:
+    by_hand = resolve_with_source(method, '{"layers": {"anchors": [0, 5, 9]}}', UNKNOWN)
+    config, shipped = by_hand.config, load_preset("llama-3.1-8b", method)
+    assert by_hand.source == f"llama-3.1-8b/{method} but for its layers + inline JSON"
+    assert config.layers == Anchors(anchors=(0, 5, 9))
+    assert (config.model, config.score.kind) == (None, score)
+    changed = {"layers", "model"}
+    assert config.model_dump(exclude=changed) == shipped.model_dump(exclude=changed)
+    with pytest.raises(ConfigError, match=r"\[0, 24\] are not layers of served"):
+        resolve(method, '{"layers": {"anchors": [0, 24]}}', UNKNOWN)
+    whole = config.model_dump_json()
+    assert resolve("custom", whole, UNKNOWN) == config
 
 
 def test_a_method_without_a_preset_for_the_model_falls_back_to_the_generic_one(
