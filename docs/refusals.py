@@ -2,7 +2,8 @@
 """Every refusal of the project, read from its source: flag, problem, what is allowed, what to do.
 
 A refusal is built by `ConfigError(...)`, by `InvalidConfig(...)`, or by a helper that returns one.
-Calls are expanded until the four texts are known; what only a run can tell is `BLANK`. The rules of `sglang_sparse_radix.refusals` and `sglang_sparse.checks` are data, and are imported.
+Calls are expanded until the four texts are known; what only a run can tell is `BLANK`. The rules
+of `sglang_sparse_radix.refusals` and `sglang_sparse.checks` are data, and are imported.
 """
 
 from __future__ import annotations
