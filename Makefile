@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-e2e lint format bench loadtest schema clean
+.PHONY: help install serve test test-unit test-e2e lint format bench loadtest docs schema clean
 
 help:
-	@echo "make serve | test | lint | format | bench | loadtest | schema | clean"
+	@echo "make serve | test | lint | format | bench | loadtest | docs | schema | clean"
 
 install: $(STAMP)
 
@@ -53,8 +53,15 @@ bench: $(STAMP)
 loadtest: $(STAMP)
 	$(PY) loadtest/short.py $(ARGS)
 
+# The site, in build/docs; a broken link ends it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean --config-file docs/mkdocs.yml
+	@echo "built build/docs; to read it: $(PY) -m http.server --directory build/docs 8000"
+
+# What is generated from the code: configs/schema.json, and tables of docs/.
 schema: $(STAMP)
 	$(PY) -m sglang_sparse.cli schema --write
+	$(PY) docs/generate.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

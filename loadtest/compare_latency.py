@@ -2,7 +2,7 @@
 """Start a dense and sparse servers in turn on one GPU, and measure each with `decode_latency.py`.
 
     python loadtest/compare_latency.py --out loadtest/results/h200
-    python loadtest/render_latency.py loadtest/results/h200 README.md
+    python loadtest/render_latency.py loadtest/results/h200 docs/results.md
 
 One run on one machine: the same model shape with dummy weights, the same flags but for the
 attention, the same prompts. Each report also holds the GPU, the commit and the GPU memory in use

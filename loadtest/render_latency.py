@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the README's decode table from the JSON files of `decode_latency.py`.
+"""Write a decode table of docs/results.md from the JSON files of `decode_latency.py`.
 
-    python loadtest/render_latency.py loadtest/results/h200 README.md [NAME]
+    python loadtest/render_latency.py loadtest/results/h200 docs/results.md [NAME]
 
 The first argument holds `dense.json` and one file for each sparse method; the table goes between
 the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; NAME is `results` if it is not given.
@@ -62,7 +62,7 @@ def table(folder: Path) -> str:
 
 
 def first_tokens(dense: dict[str, Any], sparse: list[dict[str, Any]]) -> list[str]:
-    """Seconds to the first token of prompts that nothing is cached of; empty if none was timed.
+    """Seconds to the first token of uncached prompts; empty if none was timed.
 
     Each was sent alone, so that a report may hold another number of them than dense.
     """

@@ -2,7 +2,7 @@
 """One HTML page of the capacity reports in a folder: a table and plots, no other files needed.
 
 python loadtest/report.py results              # writes results/capacity.html
-python loadtest/report.py results README.md    # and the table between README's markers
+python loadtest/report.py results docs/results.md    # and the table between its markers
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def page(reports: list[dict[str, Any]]) -> str:
 
 
 def markdown(reports: list[dict[str, Any]]) -> str:
-    """The table for a README: of each objective the highest rate that met it, and what failed."""
+    """The table for a page: of each objective the highest rate that met it, and what failed."""
     names = list(reports[0]["capacity"])
     lines = ["| | decode step alone | " + " | ".join(f"{n}: requests/s" for n in names) + " |"]
     lines.append("| --- | ---: |" + " ---: |" * len(names))
@@ -189,7 +189,7 @@ def write_report(folder: Path) -> Path:
 
 
 def main() -> None:
-    """Write the page, and fill in the README's table."""
+    """Write the page, and fill in a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="folder with reports of capacity.py")
     parser.add_argument("readme", type=Path, nargs="?", help="file with the table's markers")

@@ -54,7 +54,7 @@ REPEATS = 10
 # Calls that a timed graph holds at least, so that to start it, some 10 us, is no part of a call.
 CALLS = 32
 # How far a step's query is turned from what two successive ones have in common, so that stops move
-# by about a tenth, a third, and two thirds: NOTES.md says why.
+# by about a tenth, a third, and two thirds: notes/progressive.md says why.
 TURNS = (0.015, 0.05, 0.229)
 # Splits of the fixed budget's kernel that are tried beside its own, for 16 requests and for one.
 SPLITS = {16: (4, 6, 8, 10), 1: (16, 48, 64)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the README's kernel table, and a plot beside the report, from the JSON of `bench.py`.
+"""Write the kernel table of docs/results.md, and a plot beside the report, from `bench.py`'s JSON.
 
-``python kernels/bench/render.py kernels/bench/results/h200/bench.json README.md``
+``python kernels/bench/render.py kernels/bench/results/h200/bench.json docs/results.md``
 
 The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
 """

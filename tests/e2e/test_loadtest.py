@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import chromium
 from live_server import LiveServer
 from playwright.sync_api import expect, sync_playwright
 from scripts import LOADTEST
@@ -126,17 +126,6 @@ def test_programs_share_prefixes_on_a_sparse_server_as_on_a_dense_one(
     assert abs(shared[0] - shared[1]) <= PAGE
     assert tree["calls"] == 7
     assert min(tree["sparse"]["cached_tokens"]) > 600
-
-
-def chromium() -> str:
-    """Where Chromium is; `.ci/run` installs it, and must have."""
-    for name in ("chromium", "chromium-browser", "google-chrome"):
-        found = shutil.which(name)
-        if found is not None:
-            return found
-    if os.environ.get("CI"):
-        raise RuntimeError("no Chromium: `apt-get install chromium`, as .ci/run does")
-    pytest.skip("needs Chromium: `apt-get install chromium`")
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def test_kernels_is_the_pypi_package_from_the_repository_root(arguments: list[st
     assert "site-packages" in run.stdout
 
 
-@pytest.mark.parametrize("folder", ["kernels", "radix_ext", "configs", "loadtest", "tests"])
+@pytest.mark.parametrize("folder", ["kernels", "radix_ext", "configs", "loadtest", "tests", "docs"])
 def test_top_level_folders_are_no_packages(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
@@ -94,7 +94,7 @@ def test_importing_the_config_loads_neither_sglang_nor_torch(module: str) -> Non
 
 
 def test_every_code_file_says_its_license() -> None:
-    folders = ("sglang_sparse", "kernels", "radix_ext", "loadtest", "tests", ".ci")
+    folders = ("sglang_sparse", "kernels", "radix_ext", "loadtest", "tests", ".ci", "docs")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     for file in [*files, ROOT / "Makefile", ROOT / ".ci" / "run"]:
         head = file.read_text().splitlines()[:2]

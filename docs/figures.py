@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""README's picture and rows of results, and PSA's tables, from the committed raw files."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "loadtest" / "results"
+_BENCH = ROOT / "kernels" / "bench" / "results" / "h200"
+_PSA_RUNS = ("psa-9404f71.json", "psa-again-9404f71.json")
+# What the picture shows: a label, the folder of a run and the report in it.
+LINES = (
+    ("dense (FlashInfer)", "h200", "dense"),
+    ("psa", "h200-psa", "psa"),
+    ("sparcas", "h200", "sparcas"),
+    ("page_minmax", "h200", "page_minmax"),
+    ("kascade_sketch", "h200-anchors", "kascade_sketch"),
+)
+BATCHES = (1, 16)
+_MS, _S = "ms_per_token", "first_token_s"
+
+
+def _cells(folder: str, label: str) -> list[dict[str, Any]]:
+    report = json.loads((RESULTS / folder / f"{label}.json").read_text(encoding="utf-8"))
+    cells: list[dict[str, Any]] = report["cells"]
+    return cells
+
+
+def picture() -> str:
+    """Milliseconds per output token over the context, dense and sparse, as SVG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings = {"svg.hashsalt": "sglang-sparse", "svg.fonttype": "none", "font.size": 9}
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(8, 3), layout="constrained")
+        for axes, batch in zip(figure.subplots(1, 2), BATCHES, strict=True):
+            for label, folder, name in LINES:
+                points = sorted(
+                    (cell["context"] / 1000, cell["ms_per_token"])
+                    for cell in _cells(folder, name)
+                    if cell["shared_prompt"] and cell["batch"] == batch
+                )
+                dense = name == "dense"
+                axes.plot(
+                    *zip(*points, strict=True),
+                    marker="o",
+                    markersize=3,
+                    label=label,
+                    color="black" if dense else None,
+                    linewidth=2 if dense else 1.2,
+                )
+            axes.set_ylim(bottom=0)
+            axes.set_xlabel("context, thousand tokens")
+            axes.set_title("one request" if batch == 1 else f"{batch} requests", fontsize=10)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.axes[0].set_ylabel("ms per output token")
+        figure.axes[1].legend(frameon=False)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def _cell(folder: str, label: str, context: int, batch: int, shared: bool) -> dict[str, Any]:
+    wanted = {"context": context, "batch": batch, "shared_prompt": shared}
+    return next(cell for cell in _cells(folder, label) if wanted.items() <= cell.items())
+
+
+def _pair(folder: str, label: str, cell: tuple[int, int, bool], key: str) -> tuple[float, float]:
+    """A figure of a dense server and of a sparse one, of the same run."""
+    return _cell(folder, "dense", *cell)[key], _cell(folder, label, *cell)[key]
+
+
+def headline() -> str:
+    """README's five rows: dense, sparse, and how many times faster, each of one run."""
+    turns = json.loads((RESULTS / "h200-turns" / "1k-first.json").read_text(encoding="utf-8"))
+    short = next(c for c in turns["cells"] if (c["context"], c["batch"]) == (1000, 16))["servers"]
+    rows = [
+        (
+            "ms per token, 1,000 tokens, 16 requests",
+            "sparcas",
+            (short["dense"][_MS], short["sparcas"][_MS]),
+        ),
+        (
+            "ms per token, 120,000 tokens, 1 request",
+            "page_minmax",
+            _pair("h200", "page_minmax", (120_000, 1, True), _MS),
+        ),
+        (
+            "ms per token, 120,000 tokens, 16 requests on one prompt",
+            "sparcas",
+            _pair("h200", "sparcas", (120_000, 16, True), _MS),
+        ),
+        (
+            "ms per token, 120,000 tokens, 6 requests with prompts of their own",
+            "kascade_sketch",
+            _pair("h200-first-token", "kascade_sketch", (120_000, 6, False), _MS),
+        ),
+        (
+            "seconds to the first token, 120,000 tokens",
+            "kascade_sketch",
+            _pair("h200-first-token", "kascade_sketch", (120_000, 6, False), _S),
+        ),
+    ]
+    lines = [
+        "| measured | method | dense | sparse | times faster |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for what, method, (dense, sparse) in rows:
+        lines.append(f"| {what} | `{method}` | {dense:.2f} | {sparse:.2f} | {dense / sparse:.2f} |")
+    return "\n".join(lines)
+
+
+def _psa_runs() -> list[list[dict[str, Any]]]:
+    """The cases of each run; a file holds one run or several."""
+    runs = []
+    for name in _PSA_RUNS:
+        content = json.loads((_BENCH / name).read_text(encoding="utf-8"))
+        reports = content if isinstance(content, list) else [content]
+        runs += [report["rows"] for report in reports]
+    return runs
+
+
+def _psa_case(row: dict[str, Any]) -> str:
+    requests = "1 request" if row["batch"] == 1 else f"{row['batch']} requests"
+    length, kind = row["case"].split(", ", 1)
+    share = kind.rpartition("in ")[2].replace("%", " %")
+    even = f"stops alike, mass in {share}" if row["batch"] > 1 else f"mass in {share}"
+    return f"{length}, {requests}, {'one long among short' if 'long' in kind else even}"
+
+
+def psa_served() -> str:
+    """Milliseconds per token of `psa` and dense, from the run of its newest kernels."""
+    dense = {(c["context"], c["batch"]): c[_MS] for c in _cells("h200-psa", "dense")}
+    psa = {(c["context"], c["batch"]): c[_MS] for c in _cells("h200-psa", "psa")}
+    lines = ["| context | batch | dense | psa |", "| ---: | ---: | ---: | ---: |"]
+    for context, batch in sorted(dense.keys() & psa.keys()):
+        ms, ratio = psa[context, batch], dense[context, batch] / psa[context, batch]
+        lines.append(
+            f"| {context:,} | {batch} | {dense[context, batch]:.2f} | {ms:.2f} ({ratio:.2f} x) |"
+        )
+    return "\n".join(lines)
+
+
+def psa_dense() -> str:
+    """How many times faster than dense a step of `psa` is, in every cell of the first run."""
+    lines = ["| case | small turn | medium turn | large turn |", "| --- | --- | --- | --- |"]
+    for row in _psa_runs()[0]:
+        cells = [
+            f"{row['flashinfer_dense_us'] / turn['us']['step']:.2f} x "
+            f"({turn['blocks']['mean']:.0f}; {turn['expected']['moved_by']:.0%})"
+            for turn in row["turns"]
+        ]
+        lines.append(f"| {_psa_case(row)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def psa_fixed() -> str:
+    """How much longer `psa` takes than a fixed budget of as many blocks: worst of all runs."""
+    runs = _psa_runs()
+    lines = [
+        "| case | blocks | stops move by | same stops | stops move |",
+        "| --- | ---: | ---: | --- | --- |",
+    ]
+    for row in runs[0]:
+        if row["batch"] == 1:
+            continue
+        for number, turn in enumerate(row["turns"]):
+            same = [
+                other["turns"][number]["us"]
+                for run in runs
+                for other in run
+                if other["case"] == row["case"]
+            ]
+            cells = [
+                f"{max(us[key] / us['fixed_attend'] for us in same):.2f} "
+                f"({max(us[key] / us['fixed_as_served'] for us in same):.2f})"
+                for key in ("attend_same_query", "attend")
+            ]
+            blocks, moved = turn["blocks"]["mean"], turn["expected"]["moved_by"]
+            lines.append(
+                f"| {_psa_case(row)} | {blocks:.0f} | {moved:.0%} | " + " | ".join(cells) + " |"
+            )
+    return "\n".join(lines)
