@@ -6,24 +6,37 @@ from dataclasses import dataclass
 import torch
 
 from sglang_sparse_kernels import (
+    Always,
+    Attend,
     DecodePlan,
+    KeySketch,
+    KVView,
+    Lists,
+    PageCuboids,
+    PageScore,
     PlaneBuffers,
-    TopkWorkspace,
+    PlaneShape,
+    PlanRules,
+    RequestState,
+    Scores,
+    Select,
+    SketchScore,
+    Softmax,
+    Stage,
+    StepContext,
+    TokenTable,
     budget_row,
-    gathered_decode_attention,
+    decode_step,
+    make_scores,
     make_topk_workspace,
     make_workspace,
-    page_minmax_score,
     plan_decode,
     select_channels,
-    select_topk,
-    sketch_score,
     update_planes,
 )
 
 CHANNELS = 16
-SINK = 16
-RECENT = 64
+ALWAYS = Always(sink=16, recent=64)
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,16 @@ class Shape:
         return 1 + self.batch * -(-self.context // self.page_size)
 
     @property
+    def planes(self) -> PlaneShape:
+        """The pool of one layer."""
+        return PlaneShape(1, self.pages, self.page_size, self.heads, self.dim, self.dtype)
+
+    @property
+    def softmax(self) -> Softmax:
+        """The usual scale."""
+        return Softmax(self.dim**-0.5)
+
+    @property
     def dense_bytes(self) -> int:
         """Bytes of K and V that dense attention must read."""
         return 2 * self.batch * self.context * self.heads * self.dim * self.dtype.itemsize
@@ -80,54 +103,80 @@ class LayerData:
     out: torch.Tensor
 
 
-class Case:
-    """A batch with its plan, ``layers`` sets of data, and the sparse steps over them."""
+class PlannedBatch:
+    """Requests with KV of their own, each in a row, and the plan of a step in which all select."""
 
-    def __init__(self, shape: Shape, layers: int, unit: int, device: torch.device) -> None:
+    def __init__(self, shape: Shape, unit: int, device: torch.device) -> None:
         self.shape, self.unit, self.device = shape, unit, device
         rows, size = shape.batch, shape.page_size
         row_pages = -(-shape.context // size)
         order = torch.randperm if shape.scattered else torch.arange
         pages = 1 + order(rows * row_pages, device=device).view(rows, row_pages)
         slots = pages[..., None] * size + torch.arange(size, device=device)
+        self.slots = slots.flatten(1)
         req_to_token = torch.zeros((rows + 1, shape.width), dtype=torch.int32, device=device)
-        req_to_token[1:, : row_pages * size] = slots.flatten(1).int()
-        self.plan_inputs = (
-            req_to_token,
-            torch.arange(1, rows + 1, device=device),
-            torch.full((rows,), shape.context, dtype=torch.int64, device=device),
+        req_to_token[1:, : row_pages * size] = self.slots.int()
+        lengths = torch.full((rows,), shape.context, dtype=torch.int64, device=device)
+        requests = torch.arange(1, rows + 1, device=device)
+        self.tokens = TokenTable(req_to_token, requests, lengths)
+        self.state = RequestState(
             torch.zeros(rows + 1, dtype=torch.int32, device=device),
             torch.tensor([budget_row(shape.budget, 0.0)] * (rows + 1), device=device).int(),
         )
         self.plan = DecodePlan.allocate(rows, -(-shape.width // size), device)
         self.capacity = -(-shape.budget // unit)
         self.run_plan("triton")
+
+    def run_plan(self, impl: str) -> None:
+        """Plan a step in which every row selects anew and refreshes its channels."""
+        rules = PlanRules(self.shape.page_size, self.unit, self.capacity, min_sparse_tokens=1)
+        plan_decode(self.tokens, self.state, rules, plan=self.plan, impl=impl)
+
+    def update(
+        self, layer: LayerData, start: torch.Tensor, end: torch.Tensor, most: int, impl: str
+    ) -> None:
+        """Bring a layer's planes up to date for positions [start, end), at most ``most``."""
+        pointer = torch.tensor([layer.k.data_ptr()], dtype=torch.uint64, device=self.device)
+        update_planes(
+            [layer.k], pointer, layer.planes, self.plan.page_table, start, end,
+            page_size=self.shape.page_size, max_new_tokens=most, impl=impl,
+        )  # fmt: skip
+
+    def fill_planes(self, layer: LayerData) -> None:
+        """Planes of all positions but the last."""
+        start, end = torch.zeros_like(self.plan.seq_lens), self.plan.update_start
+        self.update(layer, start, end, self.shape.context, "triton")
+
+    def lists(self, indices: torch.Tensor, counts: torch.Tensor) -> Lists:
+        """Lists that are kept by request slot."""
+        return Lists(indices, counts, self.plan.request_slots, self.unit)
+
+    def context(self, layer: LayerData, lists: Lists, impl: str = "triton") -> StepContext:
+        """The context of a layer's step."""
+        kv = KVView(layer.k, layer.v, self.plan.page_table, self.shape.page_size)
+        return StepContext(layer.q, kv, self.plan, lists, self.shape.softmax, layer.out, impl)
+
+
+class Case(PlannedBatch):
+    """A batch with its plan, ``layers`` sets of data, and the sparse steps over them."""
+
+    def __init__(self, shape: Shape, layers: int, unit: int, device: torch.device) -> None:
+        super().__init__(shape, unit, device)
+        rows = shape.batch
         self.layers = [self._random_layer() for _ in range(layers)]
         self.k_layers = [layer.k for layer in self.layers]
         self.k_ptrs = torch.tensor(
             [k.data_ptr() for k in self.k_layers], dtype=torch.uint64, device=device
         )
         for layer in self.layers:
-            update_planes(
-                [layer.k],
-                torch.tensor([layer.k.data_ptr()], dtype=torch.uint64, device=device),
-                layer.planes,
-                self.plan.page_table,
-                torch.zeros_like(self.plan.seq_lens),
-                self.plan.update_start,
-                page_size=size,
-                max_new_tokens=shape.context,
-                impl="triton",
-            )
+            self.fill_planes(layer)
         units = -(-shape.width // unit)
         state = (rows + 1, shape.heads)
-        self.scores = torch.empty((rows, shape.heads, units), device=device)
+        self.scores = make_scores(rows, shape.heads, units, device)
         self.channels = torch.zeros((*state, CHANNELS), dtype=torch.int32, device=device)
         self.indices = torch.zeros((*state, self.capacity), dtype=torch.int32, device=device)
         self.counts = torch.zeros(state, dtype=torch.int32, device=device)
-        self.topk: TopkWorkspace = make_topk_workspace(
-            rows, shape.heads, units, self.capacity, device
-        )
+        self.topk = make_topk_workspace(rows, shape.heads, units, self.capacity, device)
         self.make_workspace()
         self.step(self.layers[0])
 
@@ -142,12 +191,7 @@ class Case:
         query = (s.batch, s.heads * s.group, s.dim)
         q = torch.randn(query, dtype=s.dtype, device=self.device)
         planes = PlaneBuffers.allocate(
-            num_layers=1,
-            num_pages=s.pages,
-            page_size=s.page_size,
-            num_heads=s.heads,
-            head_dim=s.dim,
-            kv_dtype=s.dtype,
+            s.planes,
             page_minmax=self.unit > 1,
             key_sketch=s.sketch if self.unit == 1 else None,
             device=self.device,
@@ -160,97 +204,48 @@ class Case:
             out=torch.empty_like(q),
         )
 
-    def run_plan(self, impl: str) -> None:
-        """Plan a step in which every row selects anew and refreshes its channels."""
-        plan_decode(
-            *self.plan_inputs,
-            page_size=self.shape.page_size,
-            unit=self.unit,
-            capacity_units=self.capacity,
-            min_sparse_tokens=1,
-            reselect_every=1,
-            refresh_every=1,
-            plan=self.plan,
-            impl=impl,
-        )
-
     def choose(self, layer: LayerData, impl: str = "triton") -> None:
         """Choose the channels (token units alone)."""
-        plan = self.plan
-        select_channels(
-            layer.q, self.channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl
-        )
+        select_channels(layer.q, self.channels, self.plan, impl=impl)
 
-    def score(
-        self, layer: LayerData, out: torch.Tensor | None = None, impl: str = "triton"
-    ) -> None:
+    def score_stage(self, layer: LayerData, scores: Scores) -> Stage:
         """Score tokens by their sketch or logical pages by their bounds."""
-        out = self.scores if out is None else out
-        planes = layer.planes
-        options = {"reduce": "max", "out": out, "block_max": self.topk.block_max, "impl": impl}
+        planes, size = layer.planes, self.shape.page_size
         if self.unit == 1:
-            options["choose_channels"] = True
             assert planes.key_sketch is not None
             scale = planes.key_sketch_scale
-            sketch_score(
-                layer.q,
-                self.channels,
-                planes.key_sketch[0],
-                None if scale is None else scale[0],
-                self.plan,
-                page_size=self.shape.page_size,
-                **options,
-            )
-        else:
-            assert planes.page_min is not None
-            assert planes.page_max is not None
-            page_minmax_score(
-                layer.q,
-                planes.page_min[0],
-                planes.page_max[0],
-                self.plan,
-                unit=self.unit,
-                page_size=self.shape.page_size,
-                **options,
-            )
+            sketch = KeySketch(planes.key_sketch[0], None if scale is None else scale[0], size)
+            return SketchScore(sketch, self.channels, "max", scores)
+        assert planes.page_min is not None
+        assert planes.page_max is not None
+        pages = PageCuboids(planes.page_min[0], planes.page_max[0], self.unit, size)
+        return PageScore(pages, "max", scores)
+
+    def run(self, stages: list[Stage], layer: LayerData, impl: str = "triton") -> None:
+        """Run some stages of a layer's step."""
+        decode_step(stages, self.context(layer, self.lists(self.indices, self.counts), impl))
+
+    def score(self, layer: LayerData, out: Scores | None = None, impl: str = "triton") -> None:
+        """Score the units alone."""
+        self.run([self.score_stage(layer, self.scores if out is None else out)], layer, impl)
+
+    @property
+    def select_stage(self) -> Stage:
+        """Select the units with the best scores."""
+        return Select(self.scores, ALWAYS, self.topk)
 
     def select(self, impl: str = "triton") -> None:
-        """Select the units with the best scores."""
-        select_topk(
-            self.scores,
-            self.plan,
-            unit=self.unit,
-            sink=SINK,
-            recent=RECENT,
-            out_indices=self.indices,
-            out_counts=self.counts,
-            workspace=self.topk,
-            has_block_max=True,
-            impl=impl,
-        )
+        """Select alone."""
+        self.run([self.select_stage], self.layers[0], impl)
 
     def attend(self, layer: LayerData, impl: str = "triton") -> None:
-        """Attend to the selected units and the tail."""
-        gathered_decode_attention(
-            layer.q,
-            layer.k,
-            layer.v,
-            self.plan,
-            self.indices,
-            self.counts,
-            unit=self.unit,
-            page_size=self.shape.page_size,
-            sm_scale=self.shape.dim**-0.5,
-            out=layer.out,
-            workspace=self.workspace,
-            impl=impl,
-        )
+        """Attend to the selected units and the tail, alone."""
+        self.run([Attend(self.workspace)], layer, impl)
 
     def step(self, layer: LayerData) -> None:
         """The whole attention step of a layer: scores, selection, attention."""
-        self.score(layer)
-        self.select()
-        self.attend(layer)
+        stages = [self.score_stage(layer, self.scores), self.select_stage, Attend(self.workspace)]
+        self.run(stages, layer)
 
     def check(self) -> dict[str, float]:
         """Relative errors of every stage against its reference, from fresh poisoned outputs.
@@ -261,18 +256,19 @@ class Case:
         layer, errors = self.layers[-1], {}
         self.channels.fill_(-1)
         self.indices.fill_(-1)
-        self.scores.fill_(float("nan"))
+        self.scores.values.fill_(float("nan"))
         layer.out.fill_(float("nan"))
         self.step(layer)
         got_channels, got_indices = self.channels[1:].clone(), self.indices[1:].clone()
         if self.unit == 1:
             self.choose(layer, impl="torch")
             assert torch.equal(self.channels[1:], got_channels), "select_channels"
-        want = torch.full_like(self.scores, float("nan"))
-        self.score(layer, out=want, impl="torch")
+        reference = Scores(torch.full_like(self.scores.values, float("nan")), self.scores.block_max)
+        self.score(layer, out=reference, impl="torch")
+        want, got = reference.values, self.scores.values
         defined = ~want.isnan()
-        assert torch.equal(defined, ~self.scores.isnan()), "scores are written where they should be"
-        got, want = self.scores[defined], want[defined]
+        assert torch.equal(defined, ~got.isnan()), "scores are written where they should be"
+        got, want = got[defined], want[defined]
         errors["score"] = float((got - want).norm() / want.norm().clamp(min=1e-30))
         # An 8-bit sketch is summed in fp16.
         assert errors["score"] < (2e-3 if self.unit == 1 else 1e-5), f"score: {errors['score']}"
@@ -286,22 +282,10 @@ class Case:
         return errors
 
     def _check_decode_update(self, layer: LayerData) -> None:
-        def update(planes: PlaneBuffers, impl: str) -> None:
-            update_planes(
-                [layer.k],
-                torch.tensor([layer.k.data_ptr()], dtype=torch.uint64, device=self.device),
-                planes,
-                self.plan.page_table,
-                self.plan.update_start,
-                self.plan.seq_lens,
-                page_size=self.shape.page_size,
-                max_new_tokens=1,
-                impl=impl,
-            )
-
-        update(layer.planes, "triton")
+        plan = self.plan
+        self.update(layer, plan.update_start, plan.seq_lens, 1, "triton")
         got = {name: plane.clone() for name, plane in layer.planes.tensors().items()}
-        update(layer.planes, "torch")
+        self.update(layer, plan.update_start, plan.seq_lens, 1, "torch")
         for name, plane in layer.planes.tensors().items():
             same = torch.equal(plane.view(torch.uint8), got[name].view(torch.uint8))
             assert same, f"update_planes: {name}"

@@ -12,19 +12,25 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from cases import Case, LayerData, Shape
+from cases import ALWAYS, Case, LayerData, Shape
 from run import commit, dense_calls, versions
 from timing import copy_bandwidth, time_calls
 
 from sglang_sparse_kernels import (
-    exact_score,
-    gathered_decode_attention,
+    Attend,
+    ExactScore,
+    KVView,
+    Lists,
+    TilePlan,
+    decode_step,
     make_exact_workspace,
+    make_scores,
     make_topk_workspace,
     plan_tiles,
     select_topk,
@@ -39,7 +45,6 @@ PREFILL = (32_768, 65_536, 131_072)
 MOST_DECODE = 262_144
 FRACTION = 0.1
 WEIGHTS = (1 / 32, 4 / 32, 27 / 32)
-SINK, RECENT = 16, 64
 
 
 class Report:
@@ -88,7 +93,7 @@ class DecodeCase(Case):
             context=context, batch=batch, budget=-(-context // 10), max_context=max_context
         )
         super().__init__(shape, layers, 1, torch.device("cuda"))
-        width = self.scores.shape[2]
+        width = self.scores.values.shape[2]
         self.exact = make_exact_workspace(
             batch, shape.heads * shape.group, shape.heads, width, self.device
         )
@@ -96,36 +101,12 @@ class DecodeCase(Case):
 
     def score_exactly(self, layer: LayerData, impl: str = "triton") -> None:
         """Both passes of exact scoring."""
-        exact_score(
-            layer.q,
-            layer.k,
-            self.plan,
-            page_size=self.shape.page_size,
-            sm_scale=self.shape.dim**-0.5,
-            pool="group",
-            out=self.scores,
-            block_max=self.topk.block_max,
-            workspace=self.exact,
-            impl=impl,
-        )
+        self.run([ExactScore("group", self.scores, self.exact)], layer, impl)
 
     def reuse(self, layer: LayerData, impl: str = "triton") -> None:
         """Attend to the lists of other heads."""
-        gathered_decode_attention(
-            layer.q,
-            layer.k,
-            layer.v,
-            self.plan,
-            self.indices,
-            self.counts,
-            unit=1,
-            page_size=self.shape.page_size,
-            sm_scale=self.shape.dim**-0.5,
-            head_map=self.head_map,
-            out=layer.out,
-            workspace=self.workspace,
-            impl=impl,
-        )
+        lists = replace(self.lists(self.indices, self.counts), head_map=self.head_map)
+        decode_step([Attend(self.workspace)], self.context(layer, lists, impl))
 
     def check_exact(self) -> dict[str, float]:
         """Exact scores, their selection and mapped attention beside their references.
@@ -135,15 +116,15 @@ class DecodeCase(Case):
         """
         layer = self.layers[0]
         tokens = self.shape.context - 1
-        self.scores.fill_(float("nan"))
+        self.scores.values.fill_(float("nan"))
         self.score_exactly(layer)
-        got = self.scores[..., :tokens].clone()
+        got = self.scores.values[..., :tokens].clone()
         self.select()
         lists = self.indices[1:].clone()
         self.select(impl="torch")
         assert torch.equal(self.indices[1:], lists), "select_topk"
         self.score_exactly(layer, impl="torch")
-        error = float((got - self.scores[..., :tokens]).abs().max())
+        error = float((got - self.scores.values[..., :tokens]).abs().max())
         assert error < 1e-3, f"exact scores: off by {error} in log 2"
         self.reuse(layer)
         out = layer.out.clone()
@@ -210,33 +191,39 @@ class PrefillCase:
         self.indices = torch.zeros((tiles, s.heads, self.plan.max_units), dtype=torch.int32,
                                    device=device)  # fmt: skip
         self.counts = torch.zeros((tiles, s.heads), dtype=torch.int32, device=device)
-        self.scores = torch.empty((rows, s.heads, width), device=device)
+        self.scores = make_scores(rows, s.heads, width, device)
         self.topk = make_topk_workspace(rows, s.heads, width, self.plan.max_units, device)
 
     def select(self, *, score: bool, select: bool, impl: str = "triton") -> None:
         """Score and select for every tile, as many at a time as scores fit."""
-        rows, tiles = len(self.scores), self.plan.rows.num_rows
+        rows, tiles = len(self.scores.values), self.plan.rows.num_rows
         for start in range(0, tiles, rows):
             part = self.plan.part(start, min(start + rows, tiles))
-            count = part.rows.num_rows
-            topk = self.topk.rows(count)
+            scores = self.scores.rows(part.rows.num_rows)
             if score:
                 tile_score(
-                    self.q, self.k, part, page_size=64, sm_scale=self.shape.dim**-0.5,
-                    pool="group", out=self.scores[:count], block_max=topk.block_max, impl=impl,
+                    self.q, self.kv(part), part, softmax=self.shape.softmax, pool="group",
+                    out=scores, impl=impl,
                 )  # fmt: skip
             if select:
                 select_topk(
-                    self.scores[:count], part.rows, unit=1, sink=SINK, recent=RECENT,
-                    out_indices=self.indices, out_counts=self.counts, workspace=topk,
-                    has_block_max=True, impl=impl,
+                    scores, part.rows, self.lists(part), always=ALWAYS, workspace=self.topk,
+                    impl=impl,
                 )  # fmt: skip
+
+    def kv(self, tiles: TilePlan) -> KVView:
+        """KV rows, as some tiles find them."""
+        return KVView(self.k, self.v, tiles.rows.page_table, self.shape.page_size)
+
+    def lists(self, tiles: TilePlan) -> Lists:
+        """Lists, as some tiles find them."""
+        return Lists(self.indices, self.counts, tiles.rows.request_slots)
 
     def attend(self, impl: str = "triton") -> None:
         """Attend to the lists."""
         tile_attention(
-            self.q, self.k, self.v, self.plan, self.indices, self.counts, page_size=64,
-            sm_scale=self.shape.dim**-0.5, out=self.out, impl=impl,
+            self.q, self.kv(self.plan), self.plan, self.lists(self.plan),
+            softmax=self.shape.softmax, out=self.out, impl=impl,
         )  # fmt: skip
 
     def dense(self) -> Callable[[], None]:
@@ -256,16 +243,16 @@ class PrefillCase:
         Raises:
             AssertionError: if one is wrong.
         """
-        self.scores.fill_(float("nan"))
+        self.scores.values.fill_(float("nan"))
         self.select(score=True, select=True)
-        assert len(self.scores) >= self.plan.rows.num_rows, "the check takes one pass"
-        got, lists = self.scores.clone(), self.indices.clone()
+        assert len(self.scores.values) >= self.plan.rows.num_rows, "the check takes one pass"
+        got, lists = self.scores.values.clone(), self.indices.clone()
         listed = torch.arange(lists.shape[2], device="cuda") < self.counts[..., None]
         self.select(score=False, select=True, impl="torch")
         assert torch.equal(self.indices[listed], lists[listed]), "select_topk"
         self.select(score=True, select=False, impl="torch")
         valid = ~got.isnan()
-        error = float((got[valid] - self.scores[valid]).abs().max())
+        error = float((got[valid] - self.scores.values[valid]).abs().max())
         assert error < 1e-3, f"tile scores: off by {error} in log 2"
         self.attend()
         out = self.out.clone()

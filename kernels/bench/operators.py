@@ -12,15 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cases import RECENT, SINK, Case, Shape
+from cases import ALWAYS, Case, Shape
 from run import UNITS, rotation
 from timing import copy_bandwidth, time_calls
 
-from sglang_sparse_kernels import BLOCK_UNITS, DecodePlan, make_topk_workspace, select_topk
+from sglang_sparse_kernels import (
+    BLOCK_UNITS,
+    DecodePlan,
+    Lists,
+    Scores,
+    find_block_max,
+    make_topk_workspace,
+    padded_blocks,
+    select_topk,
+)
 from sglang_sparse_kernels.attend import kernel as attend_kernel
 from sglang_sparse_kernels.attend import types as attend_types
-from sglang_sparse_kernels.score import kernel as sketch_kernel
-from sglang_sparse_kernels.score import page_kernel
+from sglang_sparse_kernels.score import page_kernel, sketch_kernel
 
 HEADS = 8
 BUDGET = 2048
@@ -74,25 +82,27 @@ def time_topk(report: Report, batch: int, units: int, kind: str) -> None:
     plan.tail_start.fill_(units)
     plan.k_units.fill_(BUDGET)
     plan.reselect.fill_(1)
-    plan.list_rows.copy_(torch.arange(batch))
-    scores = scores_of(kind, batch, units)
+    plan.request_slots.copy_(torch.arange(batch))
+    values = scores_of(kind, batch, units)
+    blocks = torch.zeros((batch, HEADS, padded_blocks(units)), device="cuda")
+    scores = Scores(values, blocks)
+    find_block_max(scores, plan, unit=1, impl="triton")
     workspace = make_topk_workspace(batch, HEADS, units, BUDGET, "cuda")
     indices = torch.zeros((batch, HEADS, BUDGET), dtype=torch.int32, device="cuda")
     counts = torch.zeros((batch, HEADS), dtype=torch.int32, device="cuda")
 
-    def select(impl: str, has_block_max: bool) -> None:
-        select_topk(
-            scores, plan, unit=1, sink=SINK, recent=RECENT, out_indices=indices,
-            out_counts=counts, workspace=workspace, has_block_max=has_block_max, impl=impl,
-        )  # fmt: skip
+    lists = Lists(indices, counts, plan.request_slots)
 
-    select("triton", has_block_max=False)
+    def select(impl: str) -> None:
+        select_topk(scores, plan, lists, always=ALWAYS, workspace=workspace, impl=impl)
+
+    select("triton")
     got = indices.clone()
-    select("torch", has_block_max=False)
+    select("torch")
     assert torch.equal(got, indices), f"select_topk is wrong: {batch} x {units}, {kind}"
     facts = {"rows": batch * HEADS, "units": units, "scores": kind}
     moved = batch * HEADS * (4 * units / BLOCK_UNITS + 4 * BUDGET * (BLOCK_UNITS + 1))
-    report.add("select_topk", [partial(select, "triton", True)] * 8, moved, **facts)
+    report.add("select_topk", [partial(select, "triton")] * 8, moved, **facts)
 
 
 def time_flashinfer_topk(report: Report, batch: int, units: int) -> None:

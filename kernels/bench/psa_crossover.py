@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from cases import Shape
-from psa import CAP_UNITS, EPSILON, PARTS, TURNS, UNIT, MassCase, timed
+from mass_cases import CAP_UNITS, EPSILON, TURNS, UNIT, MassCase, timed
+from psa import PARTS
 from run import commit, dense_calls, rotation, versions
 
 CONTEXTS = tuple(1024 * k for k in (8, 12, 16, 20, 24, 28, 32, 48))

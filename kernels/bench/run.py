@@ -160,12 +160,7 @@ def bench_update(bench: Bench, *, layers: int, batch: int, new_tokens: int) -> N
         keys = [torch.randn(pool, device="cuda").to(shape.dtype) for _ in range(layers)]
         pointers = torch.tensor([k.data_ptr() for k in keys], dtype=torch.uint64, device="cuda")
         planes = PlaneBuffers.allocate(
-            num_layers=layers,
-            num_pages=shape.pages,
-            page_size=shape.page_size,
-            num_heads=shape.heads,
-            head_dim=shape.dim,
-            kv_dtype=shape.dtype,
+            replace(shape.planes, num_layers=layers),
             page_minmax=minmax,
             key_sketch=sketch,
             device="cuda",

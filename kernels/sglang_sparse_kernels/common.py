@@ -8,6 +8,9 @@ import torch
 Impl = Literal["triton", "torch"]
 Reduce = Literal["max", "sum"]
 
+PAGE_SIZES = (16, 32, 64)
+"""Tokens that a physical page may hold."""
+
 IMPLS: tuple[str, ...] = get_args(Impl)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 

@@ -20,3 +20,9 @@ def multiprocessors(device: torch.device) -> int:
 def programs_to_fill(device: torch.device, ctas_per_sm: int) -> int:
     """Programs that give every multiprocessor ``ctas_per_sm`` of them."""
     return multiprocessors(device) * (ctas_per_sm if device.type == "cuda" else 1)
+
+
+def splits_of(row_heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
+    """Programs that take the tiles of a row and KV head in turn, for ``row_heads`` of them."""
+    # Rounding down keeps all programs resident at once; one more would run alone at the end.
+    return max(1, min(programs_to_fill(device, ctas_per_sm) // row_heads, tiles))

@@ -16,6 +16,7 @@ from triton.language.target_info import cuda_capability_geq
 
 OVERLAP_ROW_HEADS = 32
 
+FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -63,3 +64,59 @@ def cast(b_x, dtype: tl.constexpr):
         b_bits += 0x7FFF + ((b_bits >> 16) & 1)
         b_x = (b_bits & -65536).to(tl.float32, bitcast=True)
     return b_x.to(dtype)
+
+
+@triton.jit
+def pages_of(p_table, o_p, m_p, PAGE: tl.constexpr):
+    """Physical pages of logical positions ``o_p`` of a row; 0 where ``m_p``, if any, is not set.
+
+    ``p_table`` points at the row's part of the page table.
+    """
+    if m_p is None:
+        b_page = tl.load(p_table + o_p // PAGE)
+    else:
+        b_page = tl.load(p_table + o_p // PAGE, mask=m_p, other=0)
+    return b_page
+
+
+@triton.jit
+def slots_of(p_table, o_p, m_p, PAGE: tl.constexpr):
+    """KV slots of logical positions ``o_p`` of a row; those of page 0 where ``m_p`` is not set.
+
+    The one place that says where a position lies. With ``PAGE`` in entries a page it says where the
+    entries of a plane lie that has one for several tokens.
+    """
+    return pages_of(p_table, o_p, m_p, PAGE) * PAGE + o_p % PAGE
+
+
+@triton.jit
+def scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP: tl.constexpr):
+    """Products as logits in units of log 2, as exp2 takes them."""
+    if HAS_CAP:
+        # tanh through exp.
+        b_s = scale_log2 * b_s / logit_cap
+        b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
+    else:
+        b_s *= scale_log2
+    return b_s
+
+
+@triton.jit
+def finite_scores(b_s):
+    """Scores as selection needs them: NaN as -inf, +inf, which forced units have, as finite."""
+    return tl.minimum(tl.where(b_s == b_s, b_s, float("-inf")), FLOAT32_MAX)
+
+
+@triton.jit
+def store_scores(
+    out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write scores of units ``o_t`` below ``n``, side by side, and their block maxima."""
+    m_t = o_t < n
+    b_score = finite_scores(b_score)
+    tl.store(out + base + o_t, b_score, mask=m_t)
+    if block_max is not None:
+        # [BT / BLOCK, BLOCK]
+        b_block = tl.reshape(tl.where(m_t, b_score, float("-inf")), (BT // BLOCK, BLOCK))
+        o_b = tl.min(o_t, 0) // BLOCK + tl.arange(0, BT // BLOCK)
+        tl.store(block_max + base_block + o_b, tl.max(b_block, 1), mask=o_b * BLOCK < n)

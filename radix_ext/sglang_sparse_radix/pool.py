@@ -27,7 +27,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_sparse_kernels.common import IMPLS, Impl, check_choice
-from sglang_sparse_kernels.planes import PlaneBuffers, update_planes
+from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape, update_planes
 from sglang_sparse_radix.planes_spec import PlaneSpec, plane_bytes_per_token
 from sglang_sparse_radix.verify import PlaneMismatch, compare_planes
 
@@ -93,13 +93,16 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             self.planes = self._allocate_planes()
 
     def _allocate_planes(self) -> PlaneBuffers:
-        return PlaneBuffers.allocate(
+        shape = PlaneShape(
             num_layers=len(self.plane_layers),
             num_pages=self.num_pages,
             page_size=self.page_size,
             num_heads=self.head_num,
             head_dim=self.head_dim,
             kv_dtype=self.store_dtype,
+        )
+        return PlaneBuffers.allocate(
+            shape,
             page_minmax=self.plane_spec.page_minmax,
             page_mean=self.plane_spec.page_mean,
             key_sketch=self.plane_spec.key_sketch,

@@ -42,7 +42,14 @@ from sglang_sparse.backend.selection import (
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.facts import Facts
 from sglang_sparse.graph_variants import VARIANTS, Variant
-from sglang_sparse_kernels.plan import DecodePlan, plan_decode, snapshot_page_table
+from sglang_sparse_kernels.plan import (
+    DecodePlan,
+    PlanRules,
+    RequestState,
+    TokenTable,
+    plan_decode,
+    snapshot_page_table,
+)
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
 if TYPE_CHECKING:
@@ -281,17 +288,16 @@ class SparseAttentionBackend(AttentionBackend):
     def _plan_decode(self, forward_batch: ForwardBatch, buffers: DecodePlan) -> None:
         self._plan = buffers.rows(forward_batch.batch_size)
         plan_decode(
-            self.req_to_token_pool.req_to_token,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            self.requests.decode_start,
-            self.requests.budgets,
-            page_size=self.token_to_kv_pool.page_size,
-            unit=self.config.unit,
-            capacity_units=self.buffers.limits.capacity_units,
-            min_sparse_tokens=self.config.min_sparse_tokens,
-            reselect_every=self.config.cadence.every,
-            refresh_every=self._refresh_every,
+            self._tokens(forward_batch),
+            RequestState(self.requests.decode_start, self.requests.budgets),
+            PlanRules(
+                page_size=self.token_to_kv_pool.page_size,
+                unit=self.config.unit,
+                capacity_units=self.buffers.limits.capacity_units,
+                min_sparse_tokens=self.config.min_sparse_tokens,
+                reselect_every=self.config.cadence.every,
+                refresh_every=self._refresh_every,
+            ),
             plan=self._plan,
             impl=self.impl,
         )
@@ -300,6 +306,10 @@ class SparseAttentionBackend(AttentionBackend):
         if self.counters is not None:
             self.counters.count(self._plan, self.requests.budgets)
 
+    def _tokens(self, forward_batch: ForwardBatch) -> TokenTable:
+        table = self.req_to_token_pool.req_to_token
+        return TokenTable(table, forward_batch.req_pool_indices, forward_batch.seq_lens)
+
     def _plan_extend(self, forward_batch: ForwardBatch) -> None:
         self.variant = "dense"
         slots, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
@@ -307,9 +317,7 @@ class SparseAttentionBackend(AttentionBackend):
             (slots.shape[0], self._max_pages), dtype=torch.int32, device=self.device
         )
         snapshot_page_table(
-            self.req_to_token_pool.req_to_token,
-            slots,
-            seq_lens,
+            self._tokens(forward_batch),
             page_size=self.token_to_kv_pool.page_size,
             out=page_table,
             impl=self.impl,

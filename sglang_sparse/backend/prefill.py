@@ -16,6 +16,14 @@ from sglang_sparse.backend.program import SelectAndAttend
 from sglang_sparse.config import SparseConfig, TilePrefill
 from sglang_sparse_kernels.common import Impl, next_power_of_2
 from sglang_sparse_kernels.exact import Pool
+from sglang_sparse_kernels.records import (
+    Always,
+    KVView,
+    Lists,
+    Scores,
+    Softmax,
+    make_scores,
+)
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace, select_topk
 from sglang_sparse_kernels.tiles import (
     TilePlan,
@@ -43,14 +51,14 @@ class TileBatch:
         plan: its tiles, T of them.
         indices: int32 [T, lists, capacity], what the last selecting layer chose.
         counts: int32 [T, lists].
-        scores: fp32 [tiles a pass, lists, width].
+        scores: of the tiles that are scored together.
         topk: scratch of as many tiles.
     """
 
     plan: TilePlan
     indices: torch.Tensor
     counts: torch.Tensor
-    scores: torch.Tensor
+    scores: Scores
     topk: TopkWorkspace
 
 
@@ -71,7 +79,7 @@ class SparsePrefill:
     ) -> None:
         """``programs`` are those of decoding; of them only buffers and head maps are used."""
         self.choice, self.impl = choice, impl
-        self.sink, self.recent = config.sink_tokens, config.recent_tokens
+        self.always = Always(config.sink_tokens, config.recent_tokens)
         self.page_size = pool.page_size
         self.programs = programs
         self.lists = config.score.lists(pool.head_num)
@@ -117,7 +125,7 @@ class SparsePrefill:
             plan=plan,
             indices=torch.empty((tiles, self.lists, capacity), dtype=torch.int32, device=device),
             counts=torch.zeros((tiles, self.lists), dtype=torch.int32, device=device),
-            scores=torch.empty((rows, self.lists, width), device=device),
+            scores=make_scores(rows, self.lists, width, device),
             topk=make_topk_workspace(rows, self.lists, width, capacity, device),
         )
 
@@ -180,17 +188,16 @@ class SparsePrefill:
             self._select(batch, program, q, scaling, logit_cap)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
         if not program.dense:
+            rows = batch.plan.rows
+            lists = Lists(
+                batch.indices, batch.counts, rows.request_slots, head_map=program.head_map
+            )
             tile_attention(
                 q,
-                program.k_buffer,
-                program.v_buffer,
+                self._kv(program, rows.page_table),
                 batch.plan,
-                batch.indices,
-                batch.counts,
-                page_size=self.page_size,
-                sm_scale=scaling,
-                logit_cap=logit_cap,
-                head_map=program.head_map,
+                lists,
+                softmax=Softmax(scaling, logit_cap),
                 out=out,
                 impl=self.impl,
             )
@@ -204,32 +211,27 @@ class SparsePrefill:
         scaling: float,
         logit_cap: float,
     ) -> None:
-        rows, tiles = len(batch.scores), batch.plan.rows.num_rows
+        rows, tiles = len(batch.scores.values), batch.plan.rows.num_rows
         for start in range(0, tiles, rows):
             part = batch.plan.part(start, min(start + rows, tiles))
-            topk = batch.topk.rows(part.rows.num_rows)
-            scores = batch.scores[: part.rows.num_rows]
+            scores = batch.scores.rows(part.rows.num_rows)
             tile_score(
                 q,
-                program.k_buffer,
+                self._kv(program, part.rows.page_table),
                 part,
-                page_size=self.page_size,
-                sm_scale=scaling,
-                logit_cap=logit_cap,
+                softmax=Softmax(scaling, logit_cap),
                 pool=self.pool,
                 out=scores,
-                block_max=topk.block_max,
                 impl=self.impl,
             )
             select_topk(
                 scores,
                 part.rows,
-                unit=1,
-                sink=self.sink,
-                recent=self.recent,
-                out_indices=batch.indices,
-                out_counts=batch.counts,
-                workspace=topk,
-                has_block_max=True,
+                Lists(batch.indices, batch.counts, part.rows.request_slots),
+                always=self.always,
+                workspace=batch.topk,
                 impl=self.impl,
             )
+
+    def _kv(self, program: SelectAndAttend, page_table: torch.Tensor) -> KVView:
+        return KVView(program.k_buffer, program.v_buffer, page_table, self.page_size)

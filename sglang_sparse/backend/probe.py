@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from sglang_sparse.config import ConfigError
 from sglang_sparse_kernels.attend import gathered_decode_attention
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.records import KVView, Lists, Softmax
 
 SWITCH = "SGLANG_SPARSE_PROBE"
 
@@ -65,51 +65,36 @@ class FidelityProbe:
         self,
         layer: int,
         q: torch.Tensor,
+        kv: KVView,
         plan: DecodePlan,
-        indices: torch.Tensor,
-        counts: torch.Tensor,
-        k_buffer: torch.Tensor,
-        v_buffer: torch.Tensor,
+        lists: Lists,
         out: torch.Tensor,
         *,
-        unit: int,
-        page_size: int,
-        scaling: float,
-        logit_cap: float,
+        softmax: Softmax,
     ) -> None:
         """Compare one step of one layer with dense attention. Shapes as in ``SelectAndAttend``."""
         rows = (plan.k_units > 0).nonzero().flatten().tolist()
         if not rows:
             return
         sums = self._layers.setdefault(layer, _Sums())
-        attend: dict[str, Any] = {
-            "unit": unit,
-            "page_size": page_size,
-            "sm_scale": scaling,
-            "logit_cap": logit_cap,
-            "impl": "torch",
-        }
         exact, listed = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab")
-        q32, k32, v32 = q.float(), k_buffer.float(), v_buffer.float()
+        q32, kv32 = q.float(), replace(kv, k=kv.k.float(), v=kv.v.float())
         nothing = torch.zeros_like(plan.k_units)
         dense = replace(plan, k_units=nothing, tail_start=nothing)
-        gathered_decode_attention(q32, k32, v32, dense, indices, counts, out=exact, **attend)
-        gathered_decode_attention(q32, k32, v32, plan, indices, counts, out=listed, **attend)
-        heads = k_buffer.shape[1]
+        for into, of in ((exact, dense), (listed, plan)):
+            gathered_decode_attention(q32, kv32, of, lists, softmax=softmax, out=into, impl="torch")
+        heads, unit = kv.num_heads, lists.unit
+        mapped = range(heads) if lists.head_map is None else lists.head_map.tolist()
         for row in rows:
             length, tail = int(plan.seq_lens[row]), int(plan.tail_start[row])
-            position = torch.arange(length, device=q.device)
-            page = plan.page_table[row].long()[position // page_size]
-            keys = k32[page * page_size + position % page_size]
-            logits = (
-                torch.einsum("hgd,nhd->hgn", q32[row].unflatten(0, (heads, -1)), keys) * scaling
-            )
-            if logit_cap > 0:
-                logits = logit_cap * torch.tanh(logits / logit_cap)
+            keys = kv32.k[kv.slots(row, torch.arange(length, device=q.device))]
+            query = q32[row].unflatten(0, (heads, -1))
+            logits = softmax.logits(torch.einsum("hgd,nhd->hgn", query, keys))
             pooled = logits.softmax(-1).mean(1)  # [heads, length]
-            list_row = int(plan.list_rows[row])
+            list_row = int(lists.rows[row])
             for head in range(heads):
-                units = indices[list_row, head, : int(counts[list_row, head])].long()
+                at = (list_row, mapped[head])
+                units = lists.indices[at][: int(lists.counts[at])].long()
                 tokens = (units[:, None] * unit + torch.arange(unit, device=q.device)).flatten()
                 tokens = tokens[tokens < tail]
                 after = pooled[head, tail:].sum()

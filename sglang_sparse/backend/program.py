@@ -20,6 +20,8 @@ from sglang_sparse.config import Role, SparseConfig
 from sglang_sparse_kernels.attend import gathered_decode_attention
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.planes import KeySketch, PageCuboids
+from sglang_sparse_kernels.records import Always, KVView, Lists, Softmax
 from sglang_sparse_kernels.select import select_topk
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
@@ -49,8 +51,7 @@ class SelectAndAttend:
     v_buffer: torch.Tensor
     buffers: SelectionBuffers
     unit: int
-    sink: int
-    recent: int
+    always: Always
     page_size: int
     impl: Impl
     layer: int
@@ -79,85 +80,42 @@ class SelectAndAttend:
             [rows, q_heads, head_dim], dtype of ``q``; undefined if :attr:`dense`.
         """
         out = torch.empty_like(q)
+        softmax, impl = Softmax(scaling, logit_cap), self.impl
         for run, rows in passes(plan, self.buffers.limits.rows_a_pass):
-            lists = self.buffers.list_plan(rows)
+            kv = KVView(self.k_buffer, self.v_buffer, rows.page_table, self.page_size)
+            lists = Lists(
+                self.indices, self.counts, self.buffers.list_rows(rows), self.unit, self.head_map
+            )
             if self.scorer is not None:
-                self._score(self.scorer, q[run], rows, scaling, logit_cap)
+                scores = self.buffers.scores.rows(rows.num_rows)
+                self.scorer.score(q[run], kv, rows, scores, softmax=softmax)
                 if self.progression is None:
-                    self._select(lists)
+                    workspace = self.buffers.topk
+                    select_topk(
+                        scores, rows, lists, always=self.always, workspace=workspace, impl=impl
+                    )
                 else:
+                    written = None if self.dense else out[run]
+                    epsilons = self.progression.shared.epsilons[run]
                     self.progression.run(
-                        q[run],
-                        rows,
-                        lists,
-                        self.buffers,
-                        out[run],
-                        self.progression.shared.epsilons[run],
-                        scaling=scaling,
-                        logit_cap=logit_cap,
+                        q[run], kv, rows, lists, self.buffers, written, epsilons, softmax=softmax
                     )
             if self.dense:
                 continue
             if self.progression is None:
                 gathered_decode_attention(
                     q[run],
-                    self.k_buffer,
-                    self.v_buffer,
+                    kv,
+                    rows,
                     lists,
-                    self.indices,
-                    self.counts,
-                    unit=self.unit,
-                    page_size=self.page_size,
-                    sm_scale=scaling,
-                    logit_cap=logit_cap,
-                    head_map=self.head_map,
+                    softmax=softmax,
                     out=out[run],
                     workspace=self.buffers.attention,
-                    impl=self.impl,
+                    impl=impl,
                 )
             if self.probe is not None:
-                mapped = slice(None) if self.head_map is None else self.head_map.long()
-                self.probe.observe(
-                    self.layer,
-                    q[run],
-                    lists,
-                    self.indices[:, mapped],
-                    self.counts[:, mapped],
-                    self.k_buffer,
-                    self.v_buffer,
-                    out[run],
-                    unit=self.unit,
-                    page_size=self.page_size,
-                    scaling=scaling,
-                    logit_cap=logit_cap,
-                )
+                self.probe.observe(self.layer, q[run], kv, rows, lists, out[run], softmax=softmax)
         return out
-
-    def _score(
-        self,
-        scorer: Scorer,
-        q: torch.Tensor,
-        rows: DecodePlan,
-        scaling: float,
-        logit_cap: float,
-    ) -> None:
-        scores = self.buffers.scores[: rows.num_rows]
-        block_max = self.buffers.topk.rows(rows.num_rows).block_max
-        scorer.score(q, rows, scores, block_max, scaling=scaling, logit_cap=logit_cap)
-
-    def _select(self, lists: DecodePlan) -> None:
-        select_topk(
-            self.buffers.scores[: lists.num_rows],
-            lists,
-            unit=self.unit,
-            sink=self.sink,
-            recent=self.recent,
-            out_indices=self.indices,
-            out_counts=self.counts,
-            workspace=self.buffers.topk.rows(lists.num_rows),
-            has_block_max=True,
-            impl=self.impl,
-        )
 
 
 def selecting_layers(config: SparseConfig, first: int, last: int) -> list[int]:
@@ -219,8 +177,7 @@ def compile_programs(
             v_buffer=pool.v_buffer[local],
             buffers=buffers,
             unit=config.unit,
-            sink=config.sink_tokens,
-            recent=config.recent_tokens,
+            always=Always(config.sink_tokens, config.recent_tokens),
             page_size=pool.page_size,
             impl=impl,
             layer=layer,
@@ -237,7 +194,7 @@ def _head_map(
 ) -> torch.Tensor | None:
     """int32 [kv_heads] of this rank, or None if each head reads its own list."""
     heads = range(pool.head_num)
-    if buffers.scores.shape[1] == 1:
+    if buffers.limits.lists == 1:
         taken = [0 for _ in heads]
     elif role.heads is None:
         return None
@@ -258,8 +215,6 @@ def _scorer(
     score, planes = config.score, pool.planes
     if score.kind == "exact":
         return ExactScorer(
-            k_buffer=pool.k_buffer[layer - pool.start_layer],
-            page_size=pool.page_size,
             pool=score.pool,
             workspace=buffers.exact,
             impl=impl,
@@ -270,10 +225,10 @@ def _scorer(
         shape = (request_slots, pool.head_num, score.channels)
         scale = planes.key_sketch_scale
         return KeySketchScorer(
-            key_sketch=planes.key_sketch[plane],
-            scale=None if scale is None else scale[plane],
+            sketch=KeySketch(
+                planes.key_sketch[plane], None if scale is None else scale[plane], pool.page_size
+            ),
             channels=torch.zeros(shape, dtype=torch.int32, device=pool.device),
-            page_size=pool.page_size,
             reduce=score.reduce,
             impl=impl,
         )
@@ -283,10 +238,7 @@ def _scorer(
     assert low is not None
     assert high is not None
     return PageScorer(
-        low=low[plane],
-        high=high[plane],
-        unit=score.logical_page,
-        page_size=pool.page_size,
+        pages=PageCuboids(low[plane], high[plane], score.logical_page, pool.page_size),
         reduce=score.reduce,
         impl=impl,
     )

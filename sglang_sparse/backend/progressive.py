@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -12,15 +12,20 @@ from sglang_sparse.backend.telemetry import LayerCounters
 from sglang_sparse.config import MassBudget, SparseConfig
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.planes import PageCuboids
 from sglang_sparse_kernels.progressive import (
     COUNTERS,
+    MassStop,
+    StopState,
     make_progressive_workspace,
-    num_items,
+    num_chunks,
+    num_stop_checks,
     progressive_decode_attention,
     progressive_row_bytes,
     rank_units,
-    remaining_bounds,
+    residual_bounds,
 )
+from sglang_sparse_kernels.records import Always, KVView, Lists, Softmax
 from sglang_sparse_kernels.score import page_bounds
 from sglang_sparse_kernels.select import select_topk
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
@@ -43,8 +48,8 @@ def most_rows(
     budget = config.budget
     if not isinstance(budget, MassBudget):
         return None
-    items = num_items(capacity_units, config.unit, budget.microbatch)
-    row = progressive_row_bytes(query_heads, kv_heads, head_dim, items)
+    chunks = num_chunks(capacity_units, config.unit, budget.microbatch)
+    row = progressive_row_bytes(query_heads, kv_heads, head_dim, chunks)
     return max(1, _WORKSPACE_BYTES // row)
 
 
@@ -56,7 +61,7 @@ class ProgressiveBuffers:
         picked_counts: int32 [rows_a_pass, kv_heads].
         ranked: int32, as ``SelectionBuffers.counts``: how many units each list ranks.
         bounds: fp32 [rows_a_pass, kv_heads, group, max_units], or None.
-        rest: fp32 [rows_a_pass, kv_heads, group, looks], or None.
+        rest: fp32 [rows_a_pass, kv_heads, group, stop checks], or None.
         counters: what each layer reached.
         epsilons: fp32 [request_slots], the share that each row of the batch is to reach.
         expected: int32 [layers, request_slots, kv_heads], microbatches that each KV head took in
@@ -82,19 +87,17 @@ class ProgressiveBuffers:
         self.picked = torch.zeros(shape, dtype=torch.int32, device=device)
         self.picked_counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
         self.ranked = torch.zeros_like(buffers.counts)
-        items = num_items(limits.capacity_units, unit, budget.microbatch)
+        sizes = (limits.capacity_units, unit, budget.microbatch)
         self.workspace = make_progressive_workspace(
-            rows, query_heads, kv_heads, head_dim, items, device
+            rows, query_heads, kv_heads, head_dim, num_chunks(*sizes), device
         )
         self.bounds: torch.Tensor | None = None
         self.rest: torch.Tensor | None = None
         if budget.estimator != "observed_min":
             heads = (rows, kv_heads, query_heads // kv_heads)
-            looks = -(-limits.capacity_units * unit // budget.microbatch) + 1
             self.bounds = torch.empty((*heads, limits.max_units), device=device)
-            self.rest = torch.empty((*heads, looks), device=device)
+            self.rest = torch.empty((*heads, num_stop_checks(*sizes)), device=device)
         self.counters = LayerCounters(COUNTERS, layers, device)
-        self.own_rows = torch.arange(rows, dtype=torch.int32, device=device)
         self.epsilons = torch.full((request_slots,), budget.epsilon, device=device)
         expected = (len(layers), request_slots, kv_heads)
         self.expected = torch.full(expected, _EXPECTED_AT_FIRST, dtype=torch.int32, device=device)
@@ -134,7 +137,7 @@ class Progression:
         indices, reached: the lists this layer writes: units in the order of their rank, and how
             many were attended to. Layers that reuse the selection read them as any other list.
         ranked: how many units each list ranks; kept across steps with ``indices``.
-        low, high: ends of this layer's pages that the estimator bounds what is left by; None for
+        pages: cuboids of this layer's pages that the estimator bounds what is left by; None for
             `observed_min`.
         counters: int64, this layer's row.
         expected: int32 [request_slots, kv_heads], this layer's.
@@ -145,129 +148,74 @@ class Progression:
     indices: torch.Tensor
     reached: torch.Tensor
     ranked: torch.Tensor
-    k_buffer: torch.Tensor
-    v_buffer: torch.Tensor
-    low: torch.Tensor | None
-    high: torch.Tensor | None
+    pages: PageCuboids | None
     counters: torch.Tensor
     expected: torch.Tensor
     unit: int
-    sink: int
-    recent: int
-    page_size: int
+    always: Always
     impl: Impl
 
     def run(
         self,
         q: torch.Tensor,
-        rows: DecodePlan,
-        lists: DecodePlan,
+        kv: KVView,
+        plan: DecodePlan,
+        lists: Lists,
         buffers: SelectionBuffers,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         epsilons: torch.Tensor,
         *,
-        scaling: float,
-        logit_cap: float,
+        softmax: Softmax,
     ) -> None:
         """Attend to what ``buffers.scores`` rank first, until the share is reached.
 
         Args:
             q: [rows, q_heads, head_dim].
-            rows: the batch's plan, its ``list_rows`` naming request slots.
-            lists: the same, its ``list_rows`` naming rows of ``indices``.
-            buffers: scores of this layer, block maxima in the top-k workspace.
-            out: [rows, q_heads, head_dim], written.
+            kv: this layer's KV rows, as the batch finds them.
+            plan: the batch's plan.
+            lists: those of this layer, as the batch finds them.
+            buffers: scores of this layer.
+            out: [rows, q_heads, head_dim], written; None if this layer attends to everything.
             epsilons: fp32 [rows], the share that each row is to reach.
-            scaling: factor on q.k.
-            logit_cap: soft cap on logits, 0 for none.
+            softmax: scale and cap of the logits.
         """
-        count, shared = rows.num_rows, self.shared
-        scores = buffers.scores[:count]
-        picked = shared.picked[:count]
-        always = {"unit": self.unit, "sink": self.sink, "recent": self.recent}
-        select_topk(
-            scores,
-            replace(rows, list_rows=shared.own_rows[:count]),
-            out_indices=picked,
-            out_counts=shared.picked_counts[:count],
-            workspace=buffers.topk.rows(count),
-            has_block_max=True,
-            impl=self.impl,
-            **always,
-        )
-        rank_units(
-            scores,
-            lists,
-            picked,
-            out_indices=self.indices,
-            out_counts=self.ranked,
-            impl=self.impl,
-            **always,
-        )
+        count, shared, always, impl = plan.num_rows, self.shared, self.always, self.impl
+        scores, picked = buffers.scores.rows(count), shared.picked[:count]
+        own = Lists(picked, shared.picked_counts[:count], buffers.own_rows[:count], self.unit)
+        select_topk(scores, plan, own, always=always, workspace=buffers.topk, impl=impl)
+        ranking = Lists(self.indices, self.ranked, lists.rows, self.unit)
+        rank_units(scores, plan, picked, ranking, always=always, impl=impl)
+        residual = None
+        if self.pages is not None:
+            assert shared.bounds is not None
+            assert shared.rest is not None
+            bounds, residual = shared.bounds[:count], shared.rest[:count]
+            page_bounds(q, self.pages, plan, out=bounds, impl=impl)
+            residual_bounds(
+                bounds,
+                scores,
+                plan,
+                ranking,
+                always=always,
+                microbatch=self.budget.microbatch,
+                softmax=softmax,
+                margin=self.budget.margin,
+                out=residual,
+                impl=impl,
+            )
+        stop = MassStop(always, self.budget.microbatch, self.budget.share, epsilons, residual)
         progressive_decode_attention(
             q,
-            self.k_buffer,
-            self.v_buffer,
-            lists,
-            self.indices,
-            self.ranked,
-            self.reached,
-            page_size=self.page_size,
-            microbatch=self.budget.microbatch,
-            epsilons=epsilons,
-            share=self.budget.share,
-            rest_bounds=self._rest_bounds(q, scores, lists, scaling, logit_cap),
-            sm_scale=scaling,
-            logit_cap=logit_cap,
+            kv,
+            plan,
+            ranking,
+            stop,
+            StopState(self.reached, self.expected, self.counters),
+            softmax=softmax,
             out=out,
-            counters=self.counters,
-            expected=self.expected,
-            expected_rows=rows.list_rows,
             workspace=shared.workspace,
-            impl=self.impl,
-            **always,
+            impl=impl,
         )
-
-    def _rest_bounds(
-        self,
-        q: torch.Tensor,
-        scores: torch.Tensor,
-        lists: DecodePlan,
-        scaling: float,
-        logit_cap: float,
-    ) -> torch.Tensor | None:
-        if self.low is None or self.high is None:
-            return None
-        assert self.shared.bounds is not None
-        assert self.shared.rest is not None
-        bounds, rest = self.shared.bounds[: len(q)], self.shared.rest[: len(q)]
-        page_bounds(
-            q,
-            self.low,
-            self.high,
-            lists,
-            unit=self.unit,
-            page_size=self.page_size,
-            out=bounds,
-            impl=self.impl,
-        )
-        remaining_bounds(
-            bounds,
-            scores,
-            lists,
-            self.indices,
-            self.ranked,
-            unit=self.unit,
-            sink=self.sink,
-            recent=self.recent,
-            microbatch=self.budget.microbatch,
-            sm_scale=scaling,
-            logit_cap=logit_cap,
-            lowered=self.budget.margin,
-            out=rest,
-            impl=self.impl,
-        )
-        return rest
 
 
 def _estimator_planes(
@@ -304,24 +252,22 @@ def compile_progression(
         impl: kernels or their references.
     """
     assert isinstance(config.budget, MassBudget)
-    position, local = layers.index(layer), layer - pool.start_layer
+    position = layers.index(layer)
     indices, reached = buffers.lists_of(position)
     low, high = _estimator_planes(config, pool)
+    pages, plane = None, pool.plane_of(layer) if low is not None else 0
+    if low is not None and high is not None:
+        pages = PageCuboids(low[plane], high[plane], config.unit, pool.page_size)
     return Progression(
         budget=config.budget,
         shared=shared,
         indices=indices,
         reached=reached,
         ranked=shared.ranked[position % len(shared.ranked)],
-        k_buffer=pool.k_buffer[local],
-        v_buffer=pool.v_buffer[local],
-        low=None if low is None else low[pool.plane_of(layer)],
-        high=None if high is None else high[pool.plane_of(layer)],
+        pages=pages,
         counters=shared.counters.row(layer),
         expected=shared.expected[position],
         unit=config.unit,
-        sink=config.sink_tokens,
-        recent=config.recent_tokens,
-        page_size=pool.page_size,
+        always=Always(config.sink_tokens, config.recent_tokens),
         impl=impl,
     )

@@ -11,6 +11,8 @@ import torch
 from sglang_sparse_kernels.common import Impl, Reduce
 from sglang_sparse_kernels.exact import ExactWorkspace, Pool, exact_score
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.planes import KeySketch, PageCuboids
+from sglang_sparse_kernels.records import KVView, Scores, Softmax
 from sglang_sparse_kernels.score import page_minmax_score, sketch_score
 
 
@@ -23,22 +25,20 @@ class Scorer(Protocol):
     def score(
         self,
         q: torch.Tensor,
+        kv: KVView,
         plan: DecodePlan,
-        out: torch.Tensor,
-        block_max: torch.Tensor,
+        out: Scores,
         *,
-        scaling: float,
-        logit_cap: float,
+        softmax: Softmax,
     ) -> None:
         """Write fp32 scores of the rows that reselect at this step.
 
         Args:
             q: [rows, q_heads, head_dim], after RoPE.
-            plan: the batch's plan, same rows; its ``list_rows`` are request slots.
-            out: fp32 [rows, lists, units].
-            block_max: fp32 [rows, lists, blocks], for the top-k that follows.
-            scaling: factor on q.k.
-            logit_cap: soft cap on logits, 0 for none.
+            kv: this layer's KV rows, as the batch finds them.
+            plan: the batch's plan, same rows.
+            out: of the same rows.
+            softmax: scale and cap of the logits.
         """
 
 
@@ -47,15 +47,11 @@ class PageScorer:
     """Largest q.k over a cuboid of each logical page: its bounds, or its cuboid-mean digest.
 
     Attributes:
-        low, high: [logical pages, kv_heads, head_dim] of this layer, ends of the cuboids.
-        unit: tokens a logical page.
+        pages: the cuboids of this layer's logical pages.
         reduce: how the query heads of a group are joined.
     """
 
-    low: torch.Tensor
-    high: torch.Tensor
-    unit: int
-    page_size: int
+    pages: PageCuboids
     reduce: Reduce
     impl: Impl
 
@@ -65,25 +61,13 @@ class PageScorer:
     def score(
         self,
         q: torch.Tensor,
+        kv: KVView,
         plan: DecodePlan,
-        out: torch.Tensor,
-        block_max: torch.Tensor,
+        out: Scores,
         *,
-        scaling: float,
-        logit_cap: float,
+        softmax: Softmax,
     ) -> None:
-        page_minmax_score(
-            q,
-            self.low,
-            self.high,
-            plan,
-            unit=self.unit,
-            page_size=self.page_size,
-            reduce=self.reduce,
-            out=out,
-            block_max=block_max,
-            impl=self.impl,
-        )
+        page_minmax_score(q, self.pages, plan, reduce=self.reduce, out=out, impl=self.impl)
 
 
 @dataclass(frozen=True)
@@ -91,16 +75,13 @@ class KeySketchScorer:
     """Partial q.k over the channels where the group's queries are largest (SparCas, section 3.4).
 
     Attributes:
-        key_sketch: [runs, kv_heads, head_dim, tokens a run] of this layer.
-        scale: fp32 [pages, kv_heads, page_size] for sketches of integers, else None.
+        sketch: this layer's.
         channels: int32 [request slots, kv_heads, D_b], the channels each request reads until its
             next refresh.
     """
 
-    key_sketch: torch.Tensor
-    scale: torch.Tensor | None
+    sketch: KeySketch
     channels: torch.Tensor
-    page_size: int
     reduce: Reduce
     impl: Impl
 
@@ -110,24 +91,20 @@ class KeySketchScorer:
     def score(
         self,
         q: torch.Tensor,
+        kv: KVView,
         plan: DecodePlan,
-        out: torch.Tensor,
-        block_max: torch.Tensor,
+        out: Scores,
         *,
-        scaling: float,
-        logit_cap: float,
+        softmax: Softmax,
     ) -> None:
         sketch_score(
             q,
             self.channels,
-            self.key_sketch,
-            self.scale,
+            self.sketch,
             plan,
             choose_channels=True,
-            page_size=self.page_size,
             reduce=self.reduce,
             out=out,
-            block_max=block_max,
             impl=self.impl,
         )
 
@@ -137,13 +114,10 @@ class ExactScorer:
     """Attention probability, pooled after the softmax (Kascade, section 3.4).
 
     Attributes:
-        k_buffer: [slots, kv_heads, head_dim] of this layer.
         pool: the query heads that share a list.
         workspace: scratch that all layers share; None for the PyTorch implementation.
     """
 
-    k_buffer: torch.Tensor
-    page_size: int
     pool: Pool
     workspace: ExactWorkspace | None
     impl: Impl
@@ -154,23 +128,19 @@ class ExactScorer:
     def score(
         self,
         q: torch.Tensor,
+        kv: KVView,
         plan: DecodePlan,
-        out: torch.Tensor,
-        block_max: torch.Tensor,
+        out: Scores,
         *,
-        scaling: float,
-        logit_cap: float,
+        softmax: Softmax,
     ) -> None:
         exact_score(
             q,
-            self.k_buffer,
+            kv,
             plan,
-            page_size=self.page_size,
-            sm_scale=scaling,
-            logit_cap=logit_cap,
+            softmax=softmax,
             pool=self.pool,
             out=out,
-            block_max=block_max,
             workspace=self.workspace,
             impl=self.impl,
         )

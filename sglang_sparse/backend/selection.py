@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +11,7 @@ from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.attend import make_workspace
 from sglang_sparse_kernels.exact import make_exact_workspace
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.records import make_scores
 from sglang_sparse_kernels.select import make_topk_workspace
 
 # Scores of one pass over the rows. Longer batches take several passes over the same buffer, so
@@ -87,7 +88,7 @@ class SelectionBuffers:
     """Scores, lists and workspace; shared by all layers unless selections outlive their layer.
 
     Attributes:
-        scores: fp32 [rows_a_pass, lists, max_units].
+        scores: those of one pass over the rows.
         indices: int32 [sets, list rows, lists, capacity_units], logical units.
         counts: int32 [sets, list rows, lists].
         attention, topk: scratch of the two kernels.
@@ -112,7 +113,7 @@ class SelectionBuffers:
         self.query_heads = query_heads
         self.keep = sets > 0
         rows, lists = limits.rows_a_pass, limits.lists
-        self.scores = torch.empty((rows, lists, limits.max_units), device=device)
+        self.scores = make_scores(rows, lists, limits.max_units, device)
         shape = (max(sets, 1), request_slots if self.keep else rows, lists, limits.capacity_units)
         self.indices = torch.zeros(shape, dtype=torch.int32, device=device)
         self.counts = torch.zeros(shape[:-1], dtype=torch.int32, device=device)
@@ -125,21 +126,21 @@ class SelectionBuffers:
             if exact
             else None
         )
-        self._own_rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self.own_rows = torch.arange(rows, dtype=torch.int32, device=device)
 
     def lists_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(indices, counts) that ``layer`` (counted among the selecting ones) writes and reads."""
         index = layer % len(self.indices)
         return self.indices[index], self.counts[index]
 
-    def list_plan(self, plan: DecodePlan) -> DecodePlan:
-        """``plan`` with ``list_rows`` naming rows of :attr:`indices`."""
-        return plan if self.keep else replace(plan, list_rows=self._own_rows[: plan.num_rows])
+    def list_rows(self, plan: DecodePlan) -> torch.Tensor:
+        """int32 [rows], the row of :attr:`indices` of each row of ``plan``."""
+        return plan.request_slots if self.keep else self.own_rows[: plan.num_rows]
 
     def nbytes(self) -> int:
         """Device bytes of all buffers."""
-        tensors = (self.scores, self.indices, self.counts, self.attention)
-        scratch = 0 if self.exact is None else self.exact.nbytes
+        tensors = (self.indices, self.counts, self.attention)
+        scratch = self.scores.nbytes + (0 if self.exact is None else self.exact.nbytes)
         return scratch + sum(t.nbytes for t in (*tensors, *vars(self.topk).values()))
 
 
@@ -150,5 +151,5 @@ def passes(plan: DecodePlan, rows_a_pass: int) -> list[tuple[slice, DecodePlan]]
     runs = []
     for start in range(0, plan.num_rows, rows_a_pass):
         run = slice(start, min(start + rows_a_pass, plan.num_rows))
-        runs.append((run, DecodePlan(**{f.name: getattr(plan, f.name)[run] for f in fields(plan)})))
+        runs.append((run, plan.part(run)))
     return runs

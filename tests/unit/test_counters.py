@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 def step_of(counters: DecodeCounters, length: int) -> None:
     """Count one dense row of `length` tokens."""
     plan = DecodePlan.allocate(1, 4, DEVICE)
-    plan.list_rows.fill_(1)
+    plan.request_slots.fill_(1)
     plan.seq_lens.fill_(length)
     budgets = torch.tensor([budget_row(64, 0.0)] * 2, dtype=torch.int32, device=DEVICE)
     counters.count(plan, budgets)

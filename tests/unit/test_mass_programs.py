@@ -51,7 +51,7 @@ class Layers:
         plan.page_table[1, : pages[1]] = 1 + pages[0] + torch.arange(pages[1])
         plan.seq_lens.copy_(torch.tensor(LENGTHS))
         plan.tail_start.copy_(plan.seq_lens - 1)
-        plan.list_rows.copy_(torch.tensor([2, 1]))
+        plan.request_slots.copy_(torch.tensor([2, 1]))
         limits = Limits.of(
             config, max_context=max(LENGTHS), kv_heads=HEADS, query_heads=HEADS * GROUP, max_rows=2
         )
@@ -85,7 +85,7 @@ class Layers:
     def attended(self, layer: int, row: int, head: int) -> torch.Tensor:
         """Positions of a row that ``layer``'s program holds as its list, and the tail."""
         program, unit = self.programs[layer], self.config.unit
-        at = int(self.plan.list_rows[row])
+        at = int(self.plan.request_slots[row])
         listed = program.indices[at, head, : int(program.counts[at, head])].long()
         tail = int(self.plan.tail_start[row])
         inside = (listed[:, None] * unit + torch.arange(unit)).flatten()
@@ -148,7 +148,7 @@ def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() 
     layers = Layers(configured("psa", cadence={"kind": "steps", "every": 4}))
     layers.q[1] *= 4
     layers.run(1)
-    program, at = layers.programs[1], layers.plan.list_rows.long()
+    program, at = layers.programs[1], layers.plan.request_slots.long()
     assert program.progression is not None
     order, ranked = program.indices[at].clone(), program.progression.ranked[at].clone()
     reached = program.counts[at].clone()

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import group_size, next_power_of_2
+from ..common import next_power_of_2
 from ..plan import DecodePlan
-from ..triton_ops import begin, cast, dot, overlapping
+from ..records import KVView, Lists, Softmax
+from ..triton_ops import begin, cast, dot, overlapping, scaled_logits, slots_of
 from .types import num_splits
 
 ONE_TILE = tl.constexpr(64)
@@ -41,8 +42,7 @@ def _rows(
     b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
     b_pos = tl.where(m_tail, tail + o_n, b_unit * UNIT + o_l % UNIT)
     m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
-    b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0)
-    return b_page * PAGE + b_pos % PAGE, m_n
+    return slots_of(p_table, b_pos, m_n, PAGE), m_n
 
 
 @triton.jit
@@ -127,12 +127,7 @@ def attend_split_kernel(
         b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
-        if HAS_CAP:
-            # tanh through exp, in units of log2 as everything below.
-            b_s = scale_log2 * b_s / logit_cap
-            b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
-        else:
-            b_s *= scale_log2
+        b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         # A tile whose rows are all masked must not turn -inf - -inf into NaN.
@@ -184,17 +179,11 @@ def merge_splits_kernel(
 
 def gathered_decode_attention_triton(
     q: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
+    kv: KVView,
     plan: DecodePlan,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
+    lists: Lists,
     *,
-    unit: int,
-    page_size: int,
-    sm_scale: float,
-    logit_cap: float,
-    head_map: torch.Tensor | None,
+    softmax: Softmax,
     out: torch.Tensor,
     workspace: torch.Tensor,
 ) -> None:
@@ -204,60 +193,26 @@ def gathered_decode_attention_triton(
         ValueError: if ``workspace`` is too small for this batch.
     """
     rows, query_heads, dim = q.shape
-    heads = k_buffer.shape[1]
-    group = group_size(query_heads, heads)
-    capacity = indices.shape[2]
-    splits = num_splits(rows, heads, capacity * unit, q.device)
-    tile, stages, warps = _tile(triton.cdiv(capacity * unit, splits))
+    heads, group = kv.num_heads, kv.group_of(q)
+    capacity_tokens = lists.capacity * lists.unit
+    splits = num_splits(rows, heads, capacity_tokens, q.device)
+    tile, stages, warps = _tile(triton.cdiv(capacity_tokens, splits))
     partials = rows * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
             f"workspace holds {workspace.numel()} floats, this batch needs {partials * (dim + 1)}"
         )
     partial, lse = workspace[: partials * dim], workspace[partials * dim :]
-    log2_e = 1.4426950408889634
     attend_split_kernel[(rows * heads, splits)](
-        q,
-        k_buffer,
-        v_buffer,
-        plan.page_table,
-        plan.seq_lens,
-        plan.tail_start,
-        plan.k_units,
-        plan.list_rows,
-        indices,
-        counts,
-        head_map,
-        out,
-        partial,
-        lse,
-        q.stride(0),
-        plan.page_table.stride(0),
-        capacity,
-        sm_scale * log2_e,
-        logit_cap,
-        H=heads,
-        LISTS=indices.shape[1],
-        G=group,
-        BG=max(16, next_power_of_2(group)),
-        D=dim,
-        PAGE=page_size,
-        UNIT=unit,
-        BN=tile,
-        SPLITS=splits,
-        HAS_CAP=logit_cap > 0,
-        STAGES=stages,
-        num_warps=warps,
-        **overlapping(rows * heads),
-    )
+        q, kv.k, kv.v, kv.page_table, plan.seq_lens, plan.tail_start, plan.k_units, lists.rows,
+        lists.indices, lists.counts, lists.head_map, out, partial, lse, q.stride(0),
+        kv.page_table.stride(0), lists.capacity, softmax.scale_log2, softmax.logit_cap,
+        H=heads, LISTS=lists.indices.shape[1], G=group, BG=max(16, next_power_of_2(group)), D=dim,
+        PAGE=kv.page_size, UNIT=lists.unit, BN=tile, SPLITS=splits, HAS_CAP=softmax.logit_cap > 0,
+        STAGES=stages, num_warps=warps, **overlapping(rows * heads),
+    )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(rows * query_heads,)](
-            partial,
-            lse,
-            out,
-            D=dim,
-            SPLITS=splits,
-            BS=next_power_of_2(splits),
-            num_warps=4,
+            partial, lse, out, D=dim, SPLITS=splits, BS=next_power_of_2(splits), num_warps=4,
             **overlapping(0),
-        )
+        )  # fmt: skip

@@ -28,20 +28,6 @@ def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch
     return max(1, min(fill, useful, MAX_SPLITS))
 
 
-def workspace_bytes(
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    device: torch.device | str,
-) -> int:
-    """Bytes that :func:`make_workspace` allocates."""
-    # What several rounds take, and one program a row more than that.
-    most = ROUNDS * programs_to_fill(torch.device(device), LONG_CTAS_PER_SM)
-    programs = most + max_rows * num_kv_heads
-    return 4 * programs * (num_heads // num_kv_heads) * (head_dim + 1)
-
-
 def make_workspace(
     max_rows: int,
     num_heads: int,
@@ -61,5 +47,8 @@ def make_workspace(
     Returns:
         A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call.
     """
-    size = workspace_bytes(max_rows, num_heads, num_kv_heads, head_dim, device)
-    return torch.zeros(size // 4, dtype=torch.float32, device=device)
+    # What several rounds take, and one program a row more than that.
+    most = ROUNDS * programs_to_fill(torch.device(device), LONG_CTAS_PER_SM)
+    programs = most + max_rows * num_kv_heads
+    group = num_heads // num_kv_heads
+    return torch.zeros(programs * group * (head_dim + 1), dtype=torch.float32, device=device)

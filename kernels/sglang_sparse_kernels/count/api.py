@@ -41,7 +41,7 @@ def count_decode(
     domain is taken to be listed, as it is wherever recent tokens are always kept.
 
     Args:
-        plan: as :func:`plan_decode` left it, with ``list_rows`` naming request slots.
+        plan: as :func:`plan_decode` left it.
         budgets: int32 [request slots, 2], contiguous, as given to :func:`plan_decode`.
         sums: int64 [len(COUNTS)], contiguous; changed in place.
         unit: tokens a selection unit.

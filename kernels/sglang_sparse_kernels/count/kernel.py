@@ -25,7 +25,7 @@ def count_decode_kernel(
     k_units,
     reselect,
     refresh,
-    list_rows,
+    request_slots,
     budgets,
     sums,
     rows,
@@ -34,7 +34,7 @@ def count_decode_kernel(
     BR: tl.constexpr,
 ):
     o_r = tl.arange(0, BR)
-    b_slot = tl.load(list_rows + o_r, mask=o_r < rows, other=0).to(tl.int64)
+    b_slot = tl.load(request_slots + o_r, mask=o_r < rows, other=0).to(tl.int64)
     m_r = b_slot > 0
     b_len = tl.load(seq_lens + o_r, mask=m_r, other=0).to(tl.int64)
     b_tail = tl.load(tail_start + o_r, mask=m_r, other=0).to(tl.int64)
@@ -72,7 +72,7 @@ def count_decode_triton(
         plan.k_units,
         plan.reselect,
         plan.refresh,
-        plan.list_rows,
+        plan.request_slots,
         budgets,
         sums,
         plan.num_rows,

@@ -5,18 +5,9 @@ from typing import Literal, get_args
 
 import torch
 
-from ..common import (
-    IMPLS,
-    Impl,
-    check_choice,
-    check_contiguous,
-    check_dense_rows,
-    check_dtype,
-    check_shape,
-    group_size,
-)
+from ..common import IMPLS, Impl, check_choice, check_shape
 from ..plan import DecodePlan
-from ..select import padded_blocks
+from ..records import KVView, Scores, Softmax
 from .reference import exact_score_reference
 from .types import ExactWorkspace
 
@@ -24,17 +15,24 @@ Pool = Literal["group", "heads"]
 POOLS: tuple[str, ...] = get_args(Pool)
 
 
+def lists_of(pool: Pool, heads: int) -> int:
+    """Lists a layer of ``heads`` KV heads: one a KV head, or one that all share.
+
+    Raises:
+        ValueError: on an unknown ``pool``.
+    """
+    check_choice("pool", pool, POOLS)
+    return 1 if pool == "heads" else heads
+
+
 def exact_score(
     q: torch.Tensor,
-    k_buffer: torch.Tensor,
+    kv: KVView,
     plan: DecodePlan,
     *,
-    page_size: int,
-    sm_scale: float,
-    logit_cap: float = 0.0,
+    softmax: Softmax,
     pool: Pool,
-    out: torch.Tensor,
-    block_max: torch.Tensor | None = None,
+    out: Scores,
     workspace: ExactWorkspace | None = None,
     impl: Impl,
 ) -> None:
@@ -49,16 +47,11 @@ def exact_score(
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is 64 or
             128.
-        k_buffer: [slots, H, D] in q's dtype, contiguous.
-        plan: R rows; page_table, seq_lens, tail_start, k_units and reselect are read.
-        page_size: tokens a physical page: 16, 32 or 64.
-        sm_scale: factor on q.k, usually 1 / sqrt(D).
-        logit_cap: logits become cap * tanh(logit / cap) if above 0.
+        kv: KV rows in q's dtype; V is not read.
+        plan: R rows; seq_lens, tail_start, k_units and reselect are read.
+        softmax: scale and cap of the logits.
         pool: "group": one score a KV head; "heads": one for the layer.
-        out: float32 [R, H, max_units], or [R, 1, max_units] if ``pool`` is "heads" ("torch" also
-            float64); max_units >= tail_start.
-        block_max: float32 [R, H or 1, padded_blocks(max_units)], optional; "triton" writes the
-            largest score of every 8 tokens into it, for :func:`select_topk`; "torch" ignores it.
+        out: R rows of H lists, or of one if ``pool`` is "heads"; at least tail_start units.
         workspace: at least R rows, from :func:`make_exact_workspace`. Needed by "triton".
         impl: "triton" or "torch".
 
@@ -67,52 +60,17 @@ def exact_score(
             too small.
     """
     check_choice("impl", impl, IMPLS)
-    check_choice("pool", pool, POOLS)
-    rows, heads, dim = plan.num_rows, k_buffer.shape[1], q.shape[2]
-    check_shape("q", q, (rows, -1, dim))
-    check_shape("k_buffer", k_buffer, (-1, heads, dim))
-    check_shape("out", out, (rows, 1 if pool == "heads" else heads, -1))
-    group = group_size(q.shape[1], heads)
-    if page_size not in (16, 32, 64):
-        raise ValueError(f"page_size={page_size} is not supported; choose one of 16, 32, 64")
+    kv.group_of(q)
+    out.check(plan.num_rows, lists_of(pool, kv.num_heads))
     if impl == "torch":
-        exact_score_reference(
-            q,
-            k_buffer,
-            plan,
-            page_size=page_size,
-            sm_scale=sm_scale,
-            logit_cap=logit_cap,
-            pool=pool,
-            out=out,
-        )
+        exact_score_reference(q, kv, plan, softmax=softmax, pool=pool, out=out.values)
         return
-    check_dtype("q", q, torch.bfloat16, torch.float16)
-    check_dtype("k_buffer", k_buffer, q.dtype)
-    check_dtype("out", out, torch.float32)
-    check_dense_rows("q", q)
-    check_contiguous("k_buffer", k_buffer)
-    check_contiguous("out", out)
-    if block_max is not None:
-        check_shape("block_max", block_max, (*out.shape[:2], padded_blocks(out.shape[2])))
-        check_dtype("block_max", block_max, torch.float32)
-        check_contiguous("block_max", block_max)
-    if dim not in (64, 128) or group > 16:
-        raise ValueError(f"head_dim={dim} must be 64 or 128, and {group} query heads at most 16")
+    kv.check_triton(q)
+    out.check_triton()
     if workspace is None:
         raise ValueError("impl='triton' needs a workspace")
-    workspace = workspace.rows(rows)
-    check_shape("workspace.logits", workspace.logits, (rows, q.shape[1], out.shape[2]))
+    workspace = workspace.rows(plan.num_rows)
+    check_shape("workspace.logits", workspace.logits, (*q.shape[:2], out.values.shape[2]))
     from .kernel import exact_score_triton
 
-    exact_score_triton(
-        q,
-        k_buffer,
-        plan,
-        page_size=page_size,
-        sm_scale=sm_scale,
-        logit_cap=logit_cap,
-        out=out,
-        block_max=block_max,
-        workspace=workspace,
-    )
+    exact_score_triton(q, kv, plan, softmax=softmax, out=out, workspace=workspace)

@@ -12,11 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import group_size, next_power_of_2
+from ..common import next_power_of_2
 from ..plan import DecodePlan
-from ..score.kernel import store_scores
-from ..select import BLOCK_UNITS
-from ..triton_ops import dot
+from ..records import BLOCK_UNITS, KVView, Scores, Softmax
+from ..triton_ops import dot, scaled_logits, slots_of, store_scores
 from .types import TILE_TOKENS, ExactWorkspace, num_splits
 
 STAGES = 3
@@ -70,18 +69,12 @@ def exact_logits_kernel(
             o_n = i_n + tl.arange(0, BN)
             m_n = o_n < seq_len
             # [BN]
-            b_page = tl.load(p_table + o_n // PAGE, mask=m_n, other=0).to(tl.int64)
-            o_k = ((b_page * PAGE + o_n % PAGE) * H + i_h) * D
+            o_k = (slots_of(p_table, o_n, m_n, PAGE).to(tl.int64) * H + i_h) * D
             # [BN, D]
             b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
             # [BG, BN]
             b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
-            if HAS_CAP:
-                # tanh through exp, in units of log2 as everything below.
-                b_s = scale_log2 * b_s / logit_cap
-                b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
-            else:
-                b_s *= scale_log2
+            b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
             m_s = m_g[:, None] & (o_n < n)[None, :]
             tl.store(logits + o_q[:, None] * width + o_n[None, :], b_s, mask=m_s)
             b_s = tl.where(m_n[None, :], b_s, float("-inf"))
@@ -154,14 +147,11 @@ def exact_pool_kernel(
 
 def exact_score_triton(
     q: torch.Tensor,
-    k_buffer: torch.Tensor,
+    kv: KVView,
     plan: DecodePlan,
     *,
-    page_size: int,
-    sm_scale: float,
-    logit_cap: float,
-    out: torch.Tensor,
-    block_max: torch.Tensor | None,
+    softmax: Softmax,
+    out: Scores,
     workspace: ExactWorkspace,
 ) -> None:
     """Launch :func:`exact_logits_kernel`, then :func:`exact_pool_kernel`.
@@ -170,8 +160,8 @@ def exact_score_triton(
         ValueError: if ``workspace`` is too small for this batch.
     """
     rows, query_heads, dim = q.shape
-    heads, lists, width = k_buffer.shape[1], out.shape[1], out.shape[2]
-    group = group_size(query_heads, heads)
+    heads, group = kv.num_heads, kv.group_of(q)
+    _, lists, width = out.values.shape
     splits = num_splits(rows, heads, width, q.device)
     needed = 2 * rows * query_heads * splits
     if workspace.partials.numel() < needed:
@@ -179,48 +169,16 @@ def exact_score_triton(
             f"workspace holds {workspace.partials.numel()} partials, this batch needs {needed}"
         )
     exact_logits_kernel[(rows * heads, splits)](
-        q,
-        k_buffer,
-        plan.page_table,
-        plan.seq_lens,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        workspace.logits,
-        workspace.partials,
-        q.stride(0),
-        plan.page_table.stride(0),
-        width,
-        sm_scale * 1.4426950408889634,
-        logit_cap,
-        H=heads,
-        G=group,
-        BG=max(16, next_power_of_2(group)),
-        D=dim,
-        PAGE=page_size,
-        BN=TILE_TOKENS,
-        HAS_CAP=logit_cap > 0,
-        STAGES=STAGES,
-        num_warps=WARPS,
-    )
+        q, kv.k, kv.page_table, plan.seq_lens, plan.tail_start, plan.k_units, plan.reselect,
+        workspace.logits, workspace.partials, q.stride(0), kv.page_table.stride(0), width,
+        softmax.scale_log2, softmax.logit_cap,
+        H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, PAGE=kv.page_size,
+        BN=TILE_TOKENS, HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
     tiles = triton.cdiv(width, POOL_TILE_TOKENS * POOL_TILES_A_PROGRAM)
     exact_pool_kernel[(rows * lists, tiles)](
-        workspace.logits,
-        workspace.partials,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        out,
-        block_max,
-        width,
-        0 if block_max is None else block_max.shape[2],
-        LISTS=lists,
-        HEADS=heads // lists,
-        G=group,
-        BG=next_power_of_2(group),
-        SPLITS=splits,
-        BS=next_power_of_2(splits),
-        BT=POOL_TILE_TOKENS,
-        BLOCK=BLOCK_UNITS,
-        num_warps=4,
-    )
+        workspace.logits, workspace.partials, plan.tail_start, plan.k_units, plan.reselect,
+        out.values, out.block_max, width, out.block_max.shape[2],
+        LISTS=lists, HEADS=heads // lists, G=group, BG=next_power_of_2(group), SPLITS=splits,
+        BS=next_power_of_2(splits), BT=POOL_TILE_TOKENS, BLOCK=BLOCK_UNITS, num_warps=4,
+    )  # fmt: skip

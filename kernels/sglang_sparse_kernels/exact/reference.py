@@ -5,34 +5,28 @@ import math
 
 import torch
 
-from ..common import accumulate_dtype, group_size, rankable
+from ..common import accumulate_dtype, rankable
 from ..plan import DecodePlan
+from ..records import KVView, Softmax, scored_rows
 
 
 def exact_score_reference(
     q: torch.Tensor,
-    k_buffer: torch.Tensor,
+    kv: KVView,
     plan: DecodePlan,
     *,
-    page_size: int,
-    sm_scale: float,
-    logit_cap: float,
+    softmax: Softmax,
     pool: str,
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.exact_score`."""
-    heads = k_buffer.shape[1]
-    group = group_size(q.shape[1], heads)
+    heads, group = kv.num_heads, kv.group_of(q)
     acc = accumulate_dtype(q.dtype)
-    for row in ((plan.reselect != 0) & (plan.k_units > 0)).nonzero().squeeze(1).tolist():
+    for row in scored_rows(plan):
         tail, length = int(plan.tail_start[row]), int(plan.seq_lens[row])
-        position = torch.arange(length, device=q.device)
-        slots = plan.page_table[row].long()[position // page_size] * page_size
-        keys = k_buffer[slots + position % page_size].to(acc)
+        keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))].to(acc)
         query = q[row].view(heads, group, -1).to(acc)
-        logits = torch.einsum("hgd,nhd->hgn", query, keys) * sm_scale
-        if logit_cap > 0:
-            logits = logit_cap * torch.tanh(logits / logit_cap)
+        logits = softmax.logits(torch.einsum("hgd,nhd->hgn", query, keys))
         log_p = logits.log_softmax(-1)[..., :tail]
         pooled = log_p.logsumexp((0, 1))[None] if pool == "heads" else log_p.logsumexp(1)
         out[row, :, :tail] = rankable(pooled / math.log(2), out.dtype)

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .types import DecodePlan
+from .types import DecodePlan, PlanRules, RequestState, TokenTable
 
 PAGES_PER_PROGRAM = 512
 
@@ -39,7 +39,7 @@ def _copy_pages(
 @triton.jit
 def snapshot_page_table_kernel(
     req_to_token,
-    req_pool_indices,
+    request_slots,
     seq_lens,
     page_table,
     stride_req,
@@ -49,7 +49,7 @@ def snapshot_page_table_kernel(
     BP: tl.constexpr,
 ):
     i_r = tl.program_id(0)
-    i_req = tl.load(req_pool_indices + i_r).to(tl.int64)
+    i_req = tl.load(request_slots + i_r).to(tl.int64)
     seq_len = tl.load(seq_lens + i_r).to(tl.int32)
     _copy_pages(
         req_to_token, page_table, i_req, seq_len, stride_req, stride_table, max_pages, PAGE, BP
@@ -59,7 +59,7 @@ def snapshot_page_table_kernel(
 @triton.jit
 def plan_decode_kernel(
     req_to_token,
-    req_pool_indices,
+    request_slots,
     seq_lens,
     decode_start,
     budgets,
@@ -69,7 +69,7 @@ def plan_decode_kernel(
     out_k_units,
     out_reselect,
     out_refresh,
-    out_list_rows,
+    out_request_slots,
     out_update_start,
     stride_req,
     stride_table,
@@ -83,7 +83,7 @@ def plan_decode_kernel(
     BP: tl.constexpr,
 ):
     i_r = tl.program_id(0)
-    i_req = tl.load(req_pool_indices + i_r).to(tl.int64)
+    i_req = tl.load(request_slots + i_r).to(tl.int64)
     seq_len = tl.load(seq_lens + i_r).to(tl.int32)
     _copy_pages(
         req_to_token, page_table, i_req, seq_len, stride_req, stride_table, max_pages, PAGE, BP
@@ -105,74 +105,34 @@ def plan_decode_kernel(
         tl.store(out_k_units + i_r, k_units)
         tl.store(out_reselect + i_r, tl.where(phase == 0, sparse, 0))
         tl.store(out_refresh + i_r, tl.where(age % refresh_every == 0, sparse, 0))
-        tl.store(out_list_rows + i_r, i_req.to(tl.int32))
+        tl.store(out_request_slots + i_r, i_req.to(tl.int32))
         tl.store(out_update_start + i_r, tl.maximum(seq_len - 1, 0))
 
 
-def snapshot_page_table_triton(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    *,
-    page_size: int,
-    out: torch.Tensor,
-) -> None:
+def _max_pages(tokens: TokenTable, page_table: torch.Tensor, page_size: int) -> int:
+    return min(page_table.shape[1], triton.cdiv(tokens.req_to_token.shape[1], page_size))
+
+
+def snapshot_page_table_triton(tokens: TokenTable, *, page_size: int, out: torch.Tensor) -> None:
     """Launch :func:`snapshot_page_table_kernel`, one program a row and tile of pages."""
-    rows, columns = out.shape
-    max_pages = min(columns, triton.cdiv(req_to_token.shape[1], page_size))
-    snapshot_page_table_kernel[(rows, _page_tiles(max_pages))](
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        out,
-        req_to_token.stride(0),
-        out.stride(0),
-        max_pages,
-        PAGE=page_size,
-        BP=PAGES_PER_PROGRAM,
-    )
+    max_pages = _max_pages(tokens, out, page_size)
+    snapshot_page_table_kernel[(out.shape[0], _page_tiles(max_pages))](
+        tokens.req_to_token, tokens.request_slots, tokens.seq_lens, out,
+        tokens.req_to_token.stride(0), out.stride(0), max_pages,
+        PAGE=page_size, BP=PAGES_PER_PROGRAM,
+    )  # fmt: skip
 
 
 def plan_decode_triton(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens: torch.Tensor,
-    decode_start: torch.Tensor,
-    budgets: torch.Tensor,
-    *,
-    page_size: int,
-    unit: int,
-    capacity_units: int,
-    min_sparse_tokens: int,
-    reselect_every: int,
-    refresh_every: int,
-    plan: DecodePlan,
+    tokens: TokenTable, state: RequestState, rules: PlanRules, *, plan: DecodePlan
 ) -> None:
     """Launch :func:`plan_decode_kernel`, one program a row and tile of pages."""
-    rows, columns = plan.page_table.shape
-    max_pages = min(columns, triton.cdiv(req_to_token.shape[1], page_size))
-    plan_decode_kernel[(rows, _page_tiles(max_pages))](
-        req_to_token,
-        req_pool_indices,
-        seq_lens,
-        decode_start,
-        budgets,
-        plan.page_table,
-        plan.seq_lens,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        plan.refresh,
-        plan.list_rows,
-        plan.update_start,
-        req_to_token.stride(0),
-        plan.page_table.stride(0),
-        max_pages,
-        capacity_units,
-        min_sparse_tokens,
-        reselect_every,
-        refresh_every,
-        PAGE=page_size,
-        UNIT=unit,
-        BP=PAGES_PER_PROGRAM,
-    )
+    max_pages = _max_pages(tokens, plan.page_table, rules.page_size)
+    plan_decode_kernel[(plan.num_rows, _page_tiles(max_pages))](
+        tokens.req_to_token, tokens.request_slots, tokens.seq_lens, state.decode_start,
+        state.budgets, plan.page_table, plan.seq_lens, plan.tail_start, plan.k_units, plan.reselect,
+        plan.refresh, plan.request_slots, plan.update_start, tokens.req_to_token.stride(0),
+        plan.page_table.stride(0), max_pages, rules.capacity_units, rules.min_sparse_tokens,
+        rules.reselect_every, rules.refresh_every,
+        PAGE=rules.page_size, UNIT=rules.unit, BP=PAGES_PER_PROGRAM,
+    )  # fmt: skip

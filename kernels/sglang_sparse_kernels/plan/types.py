@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from ..common import PAGE_SIZES, check_contiguous, check_dtype, check_shape
+
 DENSE_REQUEST = 2**31 - 2
 """``decode_start`` of a request that must stay dense: it never reaches its first sparse step."""
 
@@ -29,6 +31,85 @@ def budget_row(floor: int, fraction: float) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class TokenTable:
+    """Where SGLang says that the tokens of a batch lie, R rows.
+
+    Attributes:
+        req_to_token: int32 [request slots, max context], KV slot of each position.
+        request_slots: int32 or int64 [R], request slot of each row.
+        seq_lens: int32 or int64 [R], tokens of each row, the one being decoded included.
+    """
+
+    req_to_token: torch.Tensor
+    request_slots: torch.Tensor
+    seq_lens: torch.Tensor
+
+    def check(self, page_size: int, page_table: torch.Tensor) -> None:
+        """Raise ValueError unless pages of these tokens can be copied to ``page_table``."""
+        rows = self.seq_lens.shape[0]
+        check_shape("req_to_token", self.req_to_token, (-1, -1))
+        check_dtype("req_to_token", self.req_to_token, torch.int32)
+        check_dtype("request_slots", self.request_slots, torch.int32, torch.int64)
+        check_dtype("seq_lens", self.seq_lens, torch.int32, torch.int64)
+        check_shape("request_slots", self.request_slots, (rows,))
+        check_shape("page_table", page_table, (rows, -1))
+        check_dtype("page_table", page_table, torch.int32)
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={page_size} is not one of {PAGE_SIZES}")
+
+
+@dataclass(frozen=True)
+class RequestState:
+    """What requests keep from step to step for their plan, by request slot.
+
+    Attributes:
+        decode_start: int32 [request slots], tokens a request had when its last prefill ended;
+            :data:`DENSE_REQUEST` keeps a request dense.
+        budgets: int32 [request slots, 2], contiguous: floor in tokens and fraction in millionths
+            of each request (:func:`budget_row`).
+    """
+
+    decode_start: torch.Tensor
+    budgets: torch.Tensor
+
+    def __post_init__(self) -> None:
+        check_dtype("decode_start", self.decode_start, torch.int32)
+        check_dtype("budgets", self.budgets, torch.int32)
+        check_shape("budgets", self.budgets, (self.decode_start.shape[0], 2))
+        check_contiguous("budgets", self.budgets)
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What holds for every row and step of a server.
+
+    Attributes:
+        page_size: tokens a physical page: 16, 32 or 64.
+        unit: tokens a selection unit (1: tokens; 16: logical pages); divides ``page_size``.
+        capacity_units: units a list holds.
+        min_sparse_tokens: rows shorter than this are dense.
+        reselect_every: steps between selections (C), at least 1.
+        refresh_every: steps between channel refreshes (U), at least 1.
+    """
+
+    page_size: int
+    unit: int
+    capacity_units: int
+    min_sparse_tokens: int
+    reselect_every: int = 1
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unit < 1 or self.page_size % self.unit:
+            raise ValueError(f"unit={self.unit} must divide page_size={self.page_size}")
+        for name in ("capacity_units", "reselect_every", "refresh_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.min_sparse_tokens < 0:
+            raise ValueError(f"min_sparse_tokens={self.min_sparse_tokens} must not be negative")
+
+
+@dataclass(frozen=True)
 class DecodePlan:
     """Buffers that say, per row of a decode batch, what is selected and what is attended.
 
@@ -44,7 +125,8 @@ class DecodePlan:
         k_units: [R], units to select per KV head; 0 for a dense row.
         reselect: [R], 1 where the lists are selected anew at this step; 0 for a dense row.
         refresh: [R], 1 where the channels are chosen anew at this step; 0 for a dense row.
-        list_rows: [R], row of the state tensors (lists, counts, channels) of this request.
+        request_slots: [R], row of this request in tensors of state per request (channels, lists
+            that outlive their step); 0 for a padding row.
         update_start: [R], ``seq_lens - 1``: with ``seq_lens`` the range of positions whose planes
             this step adds.
     """
@@ -55,7 +137,7 @@ class DecodePlan:
     k_units: torch.Tensor
     reselect: torch.Tensor
     refresh: torch.Tensor
-    list_rows: torch.Tensor
+    request_slots: torch.Tensor
     update_start: torch.Tensor
 
     @classmethod
@@ -74,7 +156,7 @@ class DecodePlan:
             k_units=per_row(),
             reselect=per_row(),
             refresh=per_row(),
-            list_rows=per_row(),
+            request_slots=per_row(),
             update_start=per_row(),
         )
 
@@ -87,5 +169,8 @@ class DecodePlan:
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
         if batch_size > self.num_rows:
             raise ValueError(f"batch of {batch_size} rows does not fit a plan of {self.num_rows}")
-        views = {field.name: getattr(self, field.name)[:batch_size] for field in fields(self)}
-        return DecodePlan(**views)
+        return self.part(slice(0, batch_size))
+
+    def part(self, rows: slice) -> "DecodePlan":
+        """A view of the rows in ``rows``."""
+        return DecodePlan(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})

@@ -12,7 +12,10 @@ from .reference import (
 from .types import (
     SCALE_DTYPE,
     SKETCH_DTYPES,
+    KeySketch,
+    PageCuboids,
     PlaneBuffers,
+    PlaneShape,
     SketchFormat,
     has_scale,
     pages_per_run,
@@ -22,7 +25,10 @@ from .types import (
 __all__ = [
     "SCALE_DTYPE",
     "SKETCH_DTYPES",
+    "KeySketch",
+    "PageCuboids",
     "PlaneBuffers",
+    "PlaneShape",
     "SketchFormat",
     "by_page",
     "cuboid_mean",

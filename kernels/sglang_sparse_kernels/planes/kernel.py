@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common import next_power_of_2
-from ..triton_ops import cast
+from ..triton_ops import cast, pages_of, slots_of
 from .types import FP8_MAX, INT4_MAX, INT4_ZERO, INT8_MAX, SCALE_MAX, PlaneBuffers
 
 
@@ -117,7 +117,8 @@ def update_sketch_kernel(
     first, last = tl.load(start + i_r), tl.load(end + i_r)
     tile = (first // BT + i_t) * BT
     if tile < last and first < last:
-        page = tl.load(page_table + i_r.to(tl.int64) * stride_table + tile // PAGE).to(tl.int64)
+        p_table = page_table + i_r.to(tl.int64) * stride_table
+        page = pages_of(p_table, tile, None, PAGE).to(tl.int64)
         o_t = tile + tl.arange(0, BT)
         o_d = tl.arange(0, BD)
         m_t = (o_t >= first) & (o_t < last)
@@ -185,20 +186,19 @@ def update_logical_pages_kernel(
     first, last = tl.load(start + i_r), tl.load(end + i_r)
     unit_start = (first // UNIT + i_u) * UNIT
     if unit_start < last and first < last:
-        page = tl.load(page_table + i_r.to(tl.int64) * stride_table + unit_start // PAGE)
-        page = page.to(tl.int64)
-        within = unit_start % PAGE
+        p_table = page_table + i_r.to(tl.int64) * stride_table
+        slot = slots_of(p_table, unit_start, None, PAGE).to(tl.int64)
         o_t = tl.arange(0, UNIT)
         o_d = tl.arange(0, BD)
         m_d = o_d < D
         m_k = (unit_start + o_t < last)[:, None] & m_d[None, :]
         p_k = _layer_keys(k_ptrs, keys, i_l)
-        p_k += (page * PAGE + within + o_t)[:, None] * (H * D) + i_h * D + o_d[None, :]
+        p_k += (slot + o_t)[:, None] * (H * D) + i_h * D + o_d[None, :]
         # [UNIT, BD]
         b_k = tl.load(p_k, mask=m_k, other=0.0).to(tl.float32)
         b_min = tl.min(tl.where(m_k, b_k, float("inf")), 0)
         b_max = tl.max(tl.where(m_k, b_k, float("-inf")), 0)
-        entry = i_l.to(tl.int64) * num_entries + page * (PAGE // UNIT) + within // UNIT
+        entry = i_l.to(tl.int64) * num_entries + slot // UNIT
         o_e = (entry * H + i_h) * D + o_d
         if page_min is not None:
             tl.store(page_min + o_e, cast(b_min, page_min.dtype.element_ty), mask=m_d)

@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch
 
+from ..common import PAGE_SIZES, check_contiguous, check_dtype, check_shape
+
 SketchFormat = Literal["fp8", "int8", "int4", "bf16"]
 
 SKETCH_DTYPES: dict[str, torch.dtype] = {
@@ -44,6 +46,76 @@ def tokens_per_element(dtype: torch.dtype) -> int:
 
 
 @dataclass(frozen=True)
+class PlaneShape:
+    """The pool whose planes are kept: ``num_pages`` counts the padding page in."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_heads: int
+    head_dim: int
+    kv_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class PageCuboids:
+    """A cuboid around the keys of each logical page of one layer, channel by channel.
+
+    Attributes:
+        low: [pages * P / unit, H, D], contiguous, its lower ends.
+        high: the same, its upper ends.
+        unit: tokens a logical page; divides ``page_size``.
+        page_size: tokens a physical page (P).
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    unit: int
+    page_size: int
+
+    def check(self, dim: int) -> None:
+        """Raise ValueError unless these can be scored for queries of head dimension ``dim``."""
+        check_shape("low", self.low, (-1, -1, dim))
+        check_shape("high", self.high, tuple(self.low.shape))
+        check_contiguous("low", self.low)
+        check_contiguous("high", self.high)
+        if self.page_size not in PAGE_SIZES or self.page_size % self.unit:
+            raise ValueError(
+                f"unit={self.unit} must divide page_size={self.page_size}, one of {PAGE_SIZES}"
+            )
+
+
+@dataclass(frozen=True)
+class KeySketch:
+    """The sketch of one layer's keys, as :class:`PlaneBuffers` holds it.
+
+    Attributes:
+        values: [runs, H, D, tokens a run] float8_e4m3fn, int8 or bfloat16, or half as many uint8
+            for 4-bit integers ("torch" also float64), contiguous.
+        scale: float16 [pages, H, P] for integers, else None.
+        page_size: tokens a physical page (P).
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None
+    page_size: int
+
+    def check(self, dim: int) -> None:
+        """Raise ValueError unless this can be scored for queries of head dimension ``dim``."""
+        dtype = self.values.dtype
+        check_shape("sketch", self.values, (-1, -1, dim, -1))
+        check_dtype("sketch", self.values, *SKETCH_DTYPES.values(), torch.float64)
+        check_contiguous("sketch", self.values)
+        run = self.values.shape[3] * tokens_per_element(dtype)
+        if self.page_size not in PAGE_SIZES or run % self.page_size:
+            raise ValueError(
+                f"page_size={self.page_size} is not one of {PAGE_SIZES} that divide {run}"
+            )
+        if has_scale(dtype) != (self.scale is not None):
+            raise ValueError("a scale goes with a sketch of integers, and only with it")
+
+
+@dataclass(frozen=True)
 class PlaneBuffers:
     """Planes of all layers, indexed by physical page; planes that nobody reads are None.
 
@@ -74,29 +146,25 @@ class PlaneBuffers:
     @classmethod
     def allocate(
         cls,
+        shape: PlaneShape,
         *,
-        num_layers: int,
-        num_pages: int,
-        page_size: int,
-        num_heads: int,
-        head_dim: int,
-        kv_dtype: torch.dtype,
         page_minmax: bool,
         key_sketch: SketchFormat | None,
         page_mean: bool = False,
         logical_page: int = 16,
         device: torch.device | str = "cpu",
     ) -> "PlaneBuffers":
-        """Zeroed planes of ``num_pages`` physical pages, padding pages counted in."""
-        bounds = (num_layers, num_pages * (page_size // logical_page), num_heads, head_dim)
+        """Zeroed planes of a pool of ``shape``."""
+        layers, pages, size = shape.num_layers, shape.num_pages, shape.page_size
+        heads, dim = shape.num_heads, shape.head_dim
+        bounds = (layers, pages * (size // logical_page), heads, dim)
         dtype = None if key_sketch is None else SKETCH_DTYPES[key_sketch]
         elements = 0 if dtype is None else RUN_TOKENS // tokens_per_element(dtype)
-        runs = -(-num_pages // pages_per_run(page_size))
-        sketch = (num_layers, runs, num_heads, head_dim, elements)
-        scale = (num_layers, num_pages, num_heads, page_size)
+        sketch = (layers, -(-pages // pages_per_run(size)), heads, dim, elements)
+        scale = (layers, pages, heads, size)
 
         def per_logical_page(kept: bool) -> torch.Tensor | None:
-            return torch.zeros(bounds, dtype=kv_dtype, device=device) if kept else None
+            return torch.zeros(bounds, dtype=shape.kv_dtype, device=device) if kept else None
 
         return cls(
             page_min=per_logical_page(page_minmax),

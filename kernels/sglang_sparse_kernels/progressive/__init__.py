@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over ranked units that stops when a share of the attention mass is reached."""
 
-from .api import progressive_decode_attention, rank_units, remaining_bounds
+from .api import progressive_decode_attention, rank_units, residual_bounds
 from .types import (
     COUNTERS,
     MAX_RANKED_UNITS,
     MICROBATCHES,
+    MassStop,
     ProgressiveWorkspace,
+    StopState,
     make_progressive_workspace,
-    num_items,
+    num_chunks,
+    num_stop_checks,
     progressive_row_bytes,
 )
 
@@ -16,11 +19,14 @@ __all__ = [
     "COUNTERS",
     "MAX_RANKED_UNITS",
     "MICROBATCHES",
+    "MassStop",
     "ProgressiveWorkspace",
+    "StopState",
     "make_progressive_workspace",
-    "num_items",
+    "num_chunks",
+    "num_stop_checks",
     "progressive_decode_attention",
     "progressive_row_bytes",
     "rank_units",
-    "remaining_bounds",
+    "residual_bounds",
 ]

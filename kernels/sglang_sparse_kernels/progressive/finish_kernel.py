@@ -269,6 +269,7 @@ def progressive_finish_kernel(
     PARTS: tl.constexpr,
     UPPER: tl.constexpr,
     MEAN: tl.constexpr,
+    OUTPUT: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
     """Find where a row and KV head stops, and merge it up to there.
@@ -290,7 +291,8 @@ def progressive_finish_kernel(
                     rest_bounds, lse, least, listed_words, counters, i_rh, until, pieces, steps,
                     sink, recent, i_d == 0, H, G, BS, BI, UNIT, BN, TILES, PARTS, UPPER, MEAN, True,
                 )  # fmt: skip
-            _merge(partial, lse, out, i_rh, i_d, stop, pieces, G, BS, BM, D, BD)
+            if OUTPUT:
+                _merge(partial, lse, out, i_rh, i_d, stop, pieces, G, BS, BM, D, BD)
     else:
         if i_d == 0:
             stop, items = _look(

@@ -18,12 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import group_size, next_power_of_2
+from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
+from ..records import KVView, Lists, Softmax
 from ..triton_ops import begin, overlapping
 from .finish_kernel import SLICES, progressive_finish_kernel
-from .types import MAX_PARTS, ProgressiveWorkspace
+from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
 from .work_kernel import attend_shares, cuts, listed_units, work
 
 # Both launches that attend take as many warps and the same tile: sums over it must round alike.
@@ -101,6 +102,7 @@ def progressive_attend_kernel(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    OUTPUT: tl.constexpr,
     SPARE: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_COST: tl.constexpr,
@@ -131,7 +133,7 @@ def progressive_attend_kernel(
         b_amount, b_listed, tl.zeros_like(b_amount), q, k_buffer, v_buffer, page_table, seq_lens,
         tail_start, list_rows, indices, partial, lse, least, stride_q, stride_table, capacity,
         pieces, sink, recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS,
-        HAS_CAP, STAGES, ROW_COST,
+        HAS_CAP, OUTPUT, STAGES, ROW_COST,
     )  # fmt: skip
 
 
@@ -171,6 +173,7 @@ def progressive_extend_kernel(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    OUTPUT: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_COST: tl.constexpr,
 ):
@@ -183,93 +186,81 @@ def progressive_extend_kernel(
     attend_shares(
         b_more * TILES, b_listed, b_there, q, k_buffer, v_buffer, page_table, seq_lens, tail_start,
         list_rows, indices, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
-        recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
-        ROW_COST,
+        recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, OUTPUT,
+        STAGES, ROW_COST,
     )  # fmt: skip
 
 
 def progressive_decode_attention_triton(
     q: torch.Tensor,
-    k_buffer: torch.Tensor,
-    v_buffer: torch.Tensor,
+    kv: KVView,
     plan: DecodePlan,
-    indices: torch.Tensor,
-    ranked: torch.Tensor,
-    reached: torch.Tensor,
+    ranking: Lists,
+    stop: MassStop,
+    state: StopState,
     *,
-    unit: int,
-    page_size: int,
-    sink: int,
-    recent: int,
-    microbatch: int,
-    epsilons: torch.Tensor,
-    share: str,
-    rest_bounds: torch.Tensor | None,
-    sm_scale: float,
-    logit_cap: float,
-    out: torch.Tensor,
-    counters: torch.Tensor | None,
-    expected: torch.Tensor,
-    expected_rows: torch.Tensor,
+    softmax: Softmax,
+    out: torch.Tensor | None,
     workspace: ProgressiveWorkspace,
 ) -> None:
     """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
-    rows, query_heads, dim = q.shape
-    heads = k_buffer.shape[1]
-    group = group_size(query_heads, heads)
-    capacity, pieces = indices.shape[2], workspace.lse.shape[3]
-    tile = min(microbatch, max(TILE, unit))
-    kv = (q, k_buffer, v_buffer, plan.page_table)
-    lies = (plan.seq_lens, plan.tail_start, plan.list_rows)
-    found = (workspace.partial, workspace.lse, workspace.least, workspace.there)
-    sizes = (q.stride(0), plan.page_table.stride(0), capacity, pieces)
-    factors = (sink, recent, sm_scale * 1.4426950408889634, logit_cap)
-    steps = 0 if rest_bounds is None else rest_bounds.shape[3]
+    rows, _, dim = q.shape
+    heads, group, unit = kv.num_heads, kv.group_of(q), ranking.unit
+    chunks, w = workspace.lse.shape[3], workspace
+    tile = min(stop.microbatch, max(TILE, unit))
+    rows_of = (q, kv.k, kv.v, kv.page_table)
+    lies = (plan.seq_lens, plan.tail_start, ranking.rows)
+    found = (w.partial, w.lse, w.min_block, w.attended)
+    sizes = (q.stride(0), kv.page_table.stride(0), ranking.capacity, chunks, rows * heads)
+    forced = (stop.always.sink, stop.always.recent)
+    factors = (*forced, softmax.scale_log2, softmax.logit_cap)
     cut = {
         "H": heads,
         "G": group,
         "D": dim,
         "UNIT": unit,
         "BN": tile,
-        "TILES": microbatch // tile,
-        "PARTS": MAX_PARTS,
+        "TILES": stop.microbatch // tile,
+        "PARTS": MAX_PROLOGUE_CHUNKS,
+        "OUTPUT": out is not None,
     }
     shares = cut | {
         "BG": max(16, next_power_of_2(group)),
         "BR": row_heads_tile(rows * heads),
-        "PAGE": page_size,
-        "HAS_CAP": logit_cap > 0,
+        "PAGE": kv.page_size,
+        "HAS_CAP": softmax.logit_cap > 0,
         "STAGES": STAGES,
         "ROW_COST": ROW_COST,
         "num_warps": WARPS,
         "maxnreg": REGISTERS,
     }
-    slices = dim // CHANNELS
+    slices = 0 if out is None else dim // CHANNELS
     group_tile = next_power_of_2(group)
-    stop = cut | {
+    ends = cut | {
         "BS": group_tile,
         "BI": LOOKS,
         "BM": MERGED // (group_tile * CHANNELS),
         "BD": CHANNELS,
-        "UPPER": rest_bounds is not None,
-        "MEAN": share == "mean",
+        "UPPER": stop.residual is not None,
+        "MEAN": stop.share == "mean",
         "num_warps": FINISH_WARPS,
     }
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     programs = num_programs(q.device)
-    expectation = (expected, expected_rows)
+    expectation = (state.expected, plan.request_slots)
     ended = (
-        *lies, reached, *expectation, epsilons, rest_bounds, *found, workspace.until,
-        workspace.stop, workspace.listed, out, counters, pieces, steps, sink, recent,
+        *lies, state.reached, *expectation, stop.epsilons, stop.residual, *found, w.extended,
+        w.stop, w.candidates, out, state.counters, chunks,
+        0 if stop.residual is None else stop.residual.shape[3], *forced,
     )  # fmt: skip
     progressive_attend_kernel[(programs,)](
-        *kv, *lies, indices, plan.k_units, ranked, *expectation, *found, workspace.listed, *sizes,
-        rows * heads, *factors, SPARE=SPARE, **shares,
+        *rows_of, *lies, ranking.indices, plan.k_units, ranking.counts, *expectation, *found,
+        w.candidates, *sizes, *factors, SPARE=SPARE, **shares,
     )  # fmt: skip
-    progressive_finish_kernel[(rows * heads, 1 + slices)](*ended, AGAIN=False, **stop, **tail)
+    progressive_finish_kernel[(rows * heads, 1 + slices)](*ended, AGAIN=False, **ends, **tail)
     progressive_extend_kernel[(programs,)](
-        *kv, *lies, indices, *found, workspace.listed, workspace.until, *sizes, rows * heads,
-        *factors, **shares, **tail,
+        *rows_of, *lies, ranking.indices, *found, w.candidates, w.extended, *sizes, *factors,
+        **shares, **tail,
     )  # fmt: skip
-    progressive_finish_kernel[(rows * heads, slices)](*ended, AGAIN=True, **stop, **tail)
+    progressive_finish_kernel[(rows * heads, max(slices, 1))](*ended, AGAIN=True, **ends, **tail)

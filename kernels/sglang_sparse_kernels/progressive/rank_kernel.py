@@ -11,6 +11,7 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
+from ..records import Always, Lists, Softmax
 from .reference import BOUND_FLOOR, BOUND_MARGIN
 
 RANK_WARPS = 4
@@ -144,7 +145,7 @@ def _bound_logs(
 
 
 @triton.jit
-def remaining_bounds_kernel(
+def residual_bounds_kernel(
     bounds,
     scores,
     tail_start,
@@ -264,82 +265,40 @@ def remaining_bounds_kernel(
 def rank_units_triton(
     scores: torch.Tensor,
     plan: DecodePlan,
-    picked: torch.Tensor,
+    selected: torch.Tensor,
+    ranking: Lists,
     *,
-    unit: int,
-    sink: int,
-    recent: int,
-    out_indices: torch.Tensor,
-    out_counts: torch.Tensor,
+    always: Always,
 ) -> None:
     """Launch :func:`rank_units_kernel`, one program a row and KV head."""
     rows, heads, width = scores.shape
-    capacity = out_indices.shape[2]
-    tile = max(2, next_power_of_2(capacity))
+    tile = max(2, next_power_of_2(ranking.capacity))
     rank_units_kernel[(rows * heads,)](
-        scores,
-        picked,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        plan.list_rows,
-        out_indices,
-        out_counts,
-        width,
-        capacity,
-        sink,
-        recent,
-        H=heads,
-        UNIT=unit,
-        BC=tile,
-        DIMS=tile.bit_length() - 1,
+        scores, selected, plan.tail_start, plan.k_units, plan.reselect, ranking.rows,
+        ranking.indices, ranking.counts, width, ranking.capacity, always.sink, always.recent,
+        H=heads, UNIT=ranking.unit, BC=tile, DIMS=tile.bit_length() - 1,
         num_warps=RANK_WARPS if tile <= 1024 else 8,
-    )
+    )  # fmt: skip
 
 
-def remaining_bounds_triton(
+def residual_bounds_triton(
     bounds: torch.Tensor,
     scores: torch.Tensor,
     plan: DecodePlan,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
+    ranking: Lists,
     *,
-    unit: int,
-    sink: int,
-    recent: int,
+    always: Always,
     microbatch: int,
-    sm_scale: float,
-    logit_cap: float,
-    lowered: float,
+    softmax: Softmax,
+    margin: float,
     out: torch.Tensor,
 ) -> None:
-    """Launch :func:`remaining_bounds_kernel`, one program a row and KV head."""
+    """Launch :func:`residual_bounds_kernel`, one program a row and KV head."""
     rows, heads, group, width = bounds.shape
-    remaining_bounds_kernel[(rows * heads,)](
-        bounds,
-        scores,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        plan.list_rows,
-        indices,
-        counts,
-        out,
-        width,
-        indices.shape[2],
-        out.shape[3],
-        sink,
-        recent,
-        sm_scale * 1.4426950408889634,
-        logit_cap,
-        BOUND_FLOOR,
-        (1 + BOUND_MARGIN) * math.exp(-lowered),
-        H=heads,
-        G=group,
-        BS=next_power_of_2(group),
-        UNIT=unit,
-        STEP=microbatch // unit,
-        BU=BOUNDS_TILE,
-        HAS_CAP=logit_cap > 0,
-        num_warps=4,
-    )
+    residual_bounds_kernel[(rows * heads,)](
+        bounds, scores, plan.tail_start, plan.k_units, plan.reselect, ranking.rows, ranking.indices,
+        ranking.counts, out, width, ranking.capacity, out.shape[3], always.sink, always.recent,
+        softmax.scale_log2, softmax.logit_cap, BOUND_FLOOR, (1 + BOUND_MARGIN) * math.exp(-margin),
+        H=heads, G=group, BS=next_power_of_2(group), UNIT=ranking.unit,
+        STEP=microbatch // ranking.unit, BU=BOUNDS_TILE, HAS_CAP=softmax.logit_cap > 0, num_warps=4,
+    )  # fmt: skip

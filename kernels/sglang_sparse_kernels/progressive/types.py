@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory of progressive attention, its limits, and what it counts."""
+"""What progressive attention is asked for, what it keeps, and its scratch memory."""
 
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 import torch
 
+from ..common import check_choice, check_contiguous, check_dtype, check_shape
+from ..records import Always
+
+Share = Literal["min", "mean"]
+SHARES: tuple[str, ...] = get_args(Share)
+
 MICROBATCHES = (16, 32, 64, 128)
-"""Tokens that may be attended to between two looks at the share."""
+"""Tokens that may be attended to between two stop checks."""
 
 MAX_RANKED_UNITS = 4096
 """Units that a list may rank: they are sorted in the registers of one program."""
@@ -16,36 +23,99 @@ COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 attended to, units there were, the estimated share, and lists that ended before their share was
 reached."""
 
-MAX_PARTS = 32
-"""Parts that what precedes the first microbatch is cut into at most; a dense row's is long."""
+MAX_PROLOGUE_CHUNKS = 32
+"""Chunks that what precedes the first microbatch is cut into at most; a dense row's is long."""
 
 
-def num_items(capacity_units: int, unit: int, microbatch: int) -> int:
-    """Most pieces of work of one row and KV head: the prologue's parts, then microbatches."""
-    return MAX_PARTS + -(-capacity_units * unit // microbatch)
+def num_chunks(capacity_units: int, unit: int, microbatch: int) -> int:
+    """Most chunks of one row and KV head: those of the prologue, then one a microbatch."""
+    return MAX_PROLOGUE_CHUNKS + -(-capacity_units * unit // microbatch)
+
+
+def num_stop_checks(capacity_units: int, unit: int, microbatch: int) -> int:
+    """Most stop checks of one row and KV head: after the prologue, and after each microbatch."""
+    return -(-capacity_units * unit // microbatch) + 1
+
+
+def check_microbatch(microbatch: int, unit: int) -> None:
+    """Raise ValueError unless whole units of ``unit`` tokens make up a microbatch."""
+    if microbatch not in MICROBATCHES or microbatch % unit:
+        raise ValueError(
+            f"microbatch={microbatch} must be one of {MICROBATCHES}, in whole units of {unit}"
+        )
+
+
+@dataclass(frozen=True)
+class MassStop:
+    """When a row has reached enough of the attention mass (PSA, algorithm 1).
+
+    Attributes:
+        always: tokens that are selected whatever their scores, as the ranking has them.
+        microbatch: tokens between two stop checks: 16, 32, 64 or 128.
+        share: share of a group: "min" or "mean" of its query heads.
+        epsilons: float32 [R], contiguous: the share that each row is to reach, in (0, 1].
+        residual: [R, H, G, checks], from :func:`sglang_sparse_kernels.residual_bounds` of this
+            step; None to take the smallest unit for each one that is left.
+    """
+
+    always: Always
+    microbatch: int
+    share: Share
+    epsilons: torch.Tensor
+    residual: torch.Tensor | None = None
+
+    def check(self, rows: int, heads: int, group: int, unit: int) -> None:
+        """Raise ValueError unless this can stop ``rows`` rows of such a ranking."""
+        check_choice("share", self.share, SHARES)
+        check_microbatch(self.microbatch, unit)
+        check_shape("epsilons", self.epsilons, (rows,))
+        check_dtype("epsilons", self.epsilons, torch.float32)
+        check_contiguous("epsilons", self.epsilons)
+        if self.residual is not None:
+            check_shape("residual", self.residual, (rows, heads, group, -1))
+
+
+@dataclass(frozen=True)
+class StopState:
+    """Where rows stopped, and what that adds up to.
+
+    Attributes:
+        reached: int32 [list rows, H], contiguous; a row's entry becomes the number of units that
+            were attended to, so that with the ranking's indices these are the counts of lists as
+            :func:`sglang_sparse_kernels.gathered_decode_attention` takes them.
+        expected: int32 [request slots, H], contiguous: microbatches that each KV head of a request
+            took in its last step, any numbers at first; rewritten. It decides the time that
+            "triton" takes, nothing else; "torch" does without.
+        counters: int64 [len(COUNTERS)], contiguous; this step's numbers are added. None for none.
+    """
+
+    reached: torch.Tensor
+    expected: torch.Tensor | None = None
+    counters: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ProgressiveWorkspace:
-    """Fixed-capacity scratch, R rows, H KV heads, G query heads each, I pieces of work.
+    """Fixed-capacity scratch, R rows, H KV heads, G query heads each, C chunks.
 
     Attributes:
-        partial: float32 [R, H, I, G, D], attention over one piece.
-        lse: float32 [R, H, G, I], its log2 of the sum of exponentials.
-        least: float32 [R, H, G, I], log2 of its smallest block mass.
-        there: int32 [R, H], pieces that were attended to as expected.
-        until: int32 [R, H], pieces up to which more is attended to; ``there`` if that is enough.
-        stop: int32 [R, H], pieces up to the stop, more than ``there`` if it lies behind those.
-        listed: int32 [R, H], units that may be attended to.
+        partial: float32 [R, H, C, G, D], attention over one chunk.
+        lse: float32 [R, H, G, C], its log2 of the sum of exponentials.
+        min_block: float32 [R, H, G, C], log2 of the smallest mass of a block in it.
+        attended: int32 [R, H], chunks that the first launch attended to, as was expected.
+        extended: int32 [R, H], chunks up to which the third launch goes on; ``attended`` if those
+            are enough.
+        stop: int32 [R, H], chunks up to the stop; more than ``attended`` if it lies behind those.
+        candidates: int32 [R, H], units that may be attended to.
     """
 
     partial: torch.Tensor
     lse: torch.Tensor
-    least: torch.Tensor
-    there: torch.Tensor
-    until: torch.Tensor
+    min_block: torch.Tensor
+    attended: torch.Tensor
+    extended: torch.Tensor
     stop: torch.Tensor
-    listed: torch.Tensor
+    candidates: torch.Tensor
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -62,9 +132,9 @@ class ProgressiveWorkspace:
         return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
-def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, items: int) -> int:
+def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, chunks: int) -> int:
     """Bytes of one row of :func:`make_progressive_workspace`."""
-    return 4 * (items * num_heads * (head_dim + 2) + 4 * num_kv_heads)
+    return 4 * (chunks * num_heads * (head_dim + 2) + 4 * num_kv_heads)
 
 
 def make_progressive_workspace(
@@ -72,7 +142,7 @@ def make_progressive_workspace(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    items: int,
+    chunks: int,
     device: torch.device | str,
 ) -> ProgressiveWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
@@ -82,21 +152,21 @@ def make_progressive_workspace(
         num_heads: query heads (H * G) of this rank.
         num_kv_heads: KV heads (H) of this rank.
         head_dim: D.
-        items: from :func:`num_items`.
+        chunks: from :func:`num_chunks`.
         device: where it lives.
     """
     group = num_heads // num_kv_heads
-    looks = (max_rows, num_kv_heads, group, items)
+    per_chunk = (max_rows, num_kv_heads, group, chunks)
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def words() -> torch.Tensor:
+        return torch.zeros((max_rows, num_kv_heads), dtype=torch.int32, device=device)
 
     return ProgressiveWorkspace(
-        partial=zeros(max_rows, num_kv_heads, items, group, head_dim),
-        lse=zeros(*looks),
-        least=zeros(*looks),
-        there=zeros(max_rows, num_kv_heads, dtype=torch.int32),
-        until=zeros(max_rows, num_kv_heads, dtype=torch.int32),
-        stop=zeros(max_rows, num_kv_heads, dtype=torch.int32),
-        listed=zeros(max_rows, num_kv_heads, dtype=torch.int32),
+        partial=torch.zeros((max_rows, num_kv_heads, chunks, group, head_dim), device=device),
+        lse=torch.zeros(per_chunk, device=device),
+        min_block=torch.zeros(per_chunk, device=device),
+        attended=words(),
+        extended=words(),
+        stop=words(),
+        candidates=words(),
     )

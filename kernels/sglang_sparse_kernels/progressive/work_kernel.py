@@ -12,7 +12,7 @@ alone, and a piece is attended to by one program: what it comes to does not depe
 import triton
 import triton.language as tl
 
-from ..triton_ops import cast, dot
+from ..triton_ops import cast, dot, scaled_logits, slots_of
 from .rank_kernel import forced_range, prologue_units
 
 
@@ -88,8 +88,7 @@ def _slots(
     b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
     b_pos = tl.where(m_tail, tail + o_t, b_unit * UNIT + o_l % UNIT)
     m_n &= m_tail | ((b_pos >= 0) & (b_pos < tail))
-    b_page = tl.load(p_table + b_pos // PAGE, mask=m_n, other=0)
-    return b_page * PAGE + b_pos % PAGE, m_n, last - first
+    return slots_of(p_table, b_pos, m_n, PAGE), m_n, last - first
 
 
 @triton.jit
@@ -127,6 +126,7 @@ def attend_tiles(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    OUTPUT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend to whole pieces, the tiles [tile_first, tile_last), and leave what each came to."""
@@ -161,11 +161,7 @@ def attend_tiles(
         b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN], for exp2
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
-        if HAS_CAP:
-            b_s = scale_log2 * b_s / logit_cap
-            b_s = logit_cap * (1.0 - 2.0 / (tl.exp2(2.0 * b_s) + 1.0)) * 1.4426950408889634
-        else:
-            b_s *= scale_log2
+        b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
         b_before = tl.where(goes_on, b_max, float("-inf"))
         b_max = tl.maximum(b_before, tl.max(b_s, 1))
@@ -185,15 +181,16 @@ def attend_tiles(
         b_least = tl.min(tl.where(m_block[None, :], b_block, float("inf")), 1)
         b_least = tl.where(b_least > 0, tl.log2(b_least), float("-inf")) + b_shift
         b_low = tl.minimum(tl.where(goes_on, b_low, float("inf")), b_least)
-        # [BN, HALF]
-        p_v = v_buffer + o_kv[:, None] + o_h[None, :]
-        b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
-        b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
-        b_weight = cast(b_p, b_v.dtype)
-        b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
-        b_left = dot(b_weight, b_v, b_left)
-        b_right = tl.where(goes_on, b_right * b_alpha[:, None], 0.0)
-        b_right = dot(b_weight, b_w, b_right)
+        if OUTPUT:
+            # [BN, HALF]
+            p_v = v_buffer + o_kv[:, None] + o_h[None, :]
+            b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
+            b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
+            b_weight = cast(b_p, b_v.dtype)
+            b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
+            b_left = dot(b_weight, b_v, b_left)
+            b_right = tl.where(goes_on, b_right * b_alpha[:, None], 0.0)
+            b_right = dot(b_weight, b_w, b_right)
 
         at, after = at + 1, tile + 1
         ends = (at == tl.where(tile < front, part, TILES)) | (after == front) | (after == tiles)
@@ -203,11 +200,12 @@ def attend_tiles(
         b_lse = tl.where(b_sum > 0, b_max + tl.log2(b_some), float("-inf"))
         # NaN stays NaN, so that nobody counts on it.
         b_lse = tl.where(b_sum == b_sum, b_lse, b_sum)
-        p_o = partial + o_o[:, None] * D + o_h[None, :]
-        # One division a query head: they take long, and each tile waits for its last one.
-        b_scale = (1.0 / b_some)[:, None]
-        tl.store(p_o, b_left * b_scale, mask=m_o[:, None])
-        tl.store(p_o + HALF, b_right * b_scale, mask=m_o[:, None])
+        if OUTPUT:
+            p_o = partial + o_o[:, None] * D + o_h[None, :]
+            # One division a query head: they take long, and each tile waits for its last one.
+            b_scale = (1.0 / b_some)[:, None]
+            tl.store(p_o, b_left * b_scale, mask=m_o[:, None])
+            tl.store(p_o + HALF, b_right * b_scale, mask=m_o[:, None])
         o_l = base * G + o_g * pieces + piece
         tl.store(lse + o_l, b_lse, mask=m_o)
         tl.store(least + o_l, b_low, mask=m_o)
@@ -254,6 +252,7 @@ def attend_shares(
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    OUTPUT: tl.constexpr,
     STAGES: tl.constexpr,
     ROW_COST: tl.constexpr,
 ):
@@ -301,6 +300,6 @@ def attend_shares(
                     next_piece(first, front, part, tiles, TILES),
                     next_piece(last, front, part, tiles, TILES), tail, tail_tokens, prologue, total,
                     forced, stride_q, stride_table, capacity, pieces, scale_log2, logit_cap, H, G,
-                    BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, STAGES,
+                    BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, OUTPUT, STAGES,
                 )  # fmt: skip
             at = until

@@ -16,8 +16,8 @@ from ..common import (
     group_size,
 )
 from ..plan import DecodePlan
-from ..planes import SKETCH_DTYPES, has_scale, tokens_per_element
-from ..select import padded_blocks
+from ..planes import KeySketch, PageCuboids
+from ..records import Scores
 from .reference import (
     page_bounds_reference,
     page_minmax_score_reference,
@@ -25,25 +25,9 @@ from .reference import (
     sketch_score_reference,
 )
 
-_PAGE_SIZES = (16, 32, 64)
-
-
-def _check_block_max(block_max: torch.Tensor | None, scores: torch.Tensor) -> None:
-    if block_max is not None:
-        rows, heads, width = scores.shape
-        check_shape("block_max", block_max, (rows, heads, padded_blocks(width)))
-        check_dtype("block_max", block_max, torch.float32)
-        check_contiguous("block_max", block_max)
-
 
 def select_channels(
-    q: torch.Tensor,
-    channels: torch.Tensor,
-    list_rows: torch.Tensor,
-    refresh: torch.Tensor,
-    k_units: torch.Tensor,
-    *,
-    impl: Impl,
+    q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan, *, impl: Impl
 ) -> None:
     """Choose the channels that matter to the query (SparCas section 3.4, stage 1).
 
@@ -52,17 +36,16 @@ def select_channels(
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        channels: int32 [list rows, H, D_b], contiguous; row list_rows[r] is rewritten, ascending.
-        list_rows: int32 [R].
-        refresh: int32 [R].
-        k_units: int32 [R].
+        channels: int32 [request slots, H, D_b], contiguous; row request_slots[r] is rewritten,
+            ascending.
+        plan: R rows; request_slots, refresh and k_units are read.
         impl: "triton" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, or D_b > D.
     """
     check_choice("impl", impl, IMPLS)
-    check_shape("q", q, (list_rows.shape[0], -1, -1))
+    check_shape("q", q, (plan.num_rows, -1, -1))
     check_shape("channels", channels, (-1, -1, -1))
     check_dtype("channels", channels, torch.int32)
     check_contiguous("channels", channels)
@@ -70,25 +53,22 @@ def select_channels(
     if channels.shape[2] > q.shape[2]:
         raise ValueError(f"{channels.shape[2]} channels of a head dimension of {q.shape[2]}")
     if impl == "torch":
-        select_channels_reference(q, channels, list_rows, refresh, k_units)
+        select_channels_reference(q, channels, plan)
         return
     check_dense_rows("q", q)
-    from .kernel import select_channels_triton
+    from .channel_kernel import select_channels_triton
 
-    select_channels_triton(q, channels, list_rows, refresh, k_units)
+    select_channels_triton(q, channels, plan)
 
 
 def sketch_score(
     q: torch.Tensor,
     channels: torch.Tensor,
-    key_sketch: torch.Tensor,
-    key_sketch_scale: torch.Tensor | None,
+    sketch: KeySketch,
     plan: DecodePlan,
     *,
-    page_size: int,
     reduce: Reduce,
-    out: torch.Tensor,
-    block_max: torch.Tensor | None = None,
+    out: Scores,
     choose_channels: bool = False,
     impl: Impl,
 ) -> None:
@@ -102,16 +82,11 @@ def sketch_score(
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        channels: int32 [list rows, H, D_b], from :func:`select_channels`, or written here.
-        key_sketch: [runs, H, D, tokens a run] float8_e4m3fn, int8 or bfloat16, or half as many
-            uint8 for 4-bit integers (:class:`PlaneBuffers`), one layer.
-        key_sketch_scale: float16 [pages, H, P] for integers, else None.
-        plan: R rows; page_table, tail_start, k_units, reselect, refresh and list_rows are read.
-        page_size: tokens a physical page (P): 16, 32 or 64.
+        channels: int32 [request slots, H, D_b], from :func:`select_channels`, or written here.
+        sketch: one layer's.
+        plan: R rows; page_table, tail_start, k_units, reselect, refresh and request_slots are read.
         reduce: "max" or "sum" over the group.
-        out: float32 [R, H, max_units], max_units >= tail_start.
-        block_max: float32 [R, H, padded_blocks(max_units)], optional; "triton" writes the largest
-            score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
+        out: R rows of H lists, at least tail_start units.
         choose_channels: first do what :func:`select_channels` does, in the same launch.
         impl: "triton" or "torch".
 
@@ -120,63 +95,28 @@ def sketch_score(
     """
     check_choice("impl", impl, IMPLS)
     check_choice("reduce", reduce, REDUCES)
-    rows, heads = plan.num_rows, key_sketch.shape[1]
-    check_shape("q", q, (rows, -1, -1))
+    heads = sketch.values.shape[1]
+    check_shape("q", q, (plan.num_rows, -1, -1))
     group_size(q.shape[1], heads)
-    check_shape("key_sketch", key_sketch, (-1, heads, q.shape[2], -1))
-    check_dtype("key_sketch", key_sketch, *SKETCH_DTYPES.values(), torch.float64)
-    check_contiguous("key_sketch", key_sketch)
-    run = key_sketch.shape[3] * tokens_per_element(key_sketch.dtype)
-    if page_size not in _PAGE_SIZES or run % page_size:
-        raise ValueError(f"page_size={page_size} is not one of {_PAGE_SIZES} that divide {run}")
-    if has_scale(key_sketch.dtype) != (key_sketch_scale is not None):
-        raise ValueError("key_sketch_scale goes with a key_sketch of integers, and only with it")
+    sketch.check(q.shape[2])
     check_shape("channels", channels, (-1, heads, -1))
-    check_shape("out", out, (rows, heads, -1))
+    out.check(plan.num_rows, heads)
     if impl == "torch":
         if choose_channels:
-            select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
-        sketch_score_reference(
-            q,
-            channels,
-            key_sketch,
-            key_sketch_scale,
-            plan,
-            page_size=page_size,
-            reduce=reduce,
-            out=out,
-        )
+            select_channels_reference(q, channels, plan)
+        sketch_score_reference(q, channels, sketch, plan, reduce=reduce, out=out.values)
         return
-    check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
-    check_contiguous("out", out)
-    _check_block_max(block_max, out)
-    from .kernel import sketch_score_triton
+    out.check_triton()
+    from .sketch_kernel import sketch_score_triton
 
     sketch_score_triton(
-        q,
-        channels,
-        key_sketch,
-        key_sketch_scale,
-        plan,
-        page_size=page_size,
-        reduce=reduce,
-        out=out,
-        block_max=block_max,
-        choose_channels=choose_channels,
+        q, channels, sketch, plan, reduce=reduce, out=out, choose_channels=choose_channels
     )
 
 
 def page_bounds(
-    q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    unit: int,
-    page_size: int,
-    out: torch.Tensor,
-    impl: Impl,
+    q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, *, out: torch.Tensor, impl: Impl
 ) -> None:
     """Upper bound of q.k over the keys of every logical page, for each query head.
 
@@ -187,47 +127,28 @@ def page_bounds(
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
     """
     check_choice("impl", impl, IMPLS)
-    rows, heads = plan.num_rows, page_min.shape[1]
-    check_shape("q", q, (rows, -1, -1))
-    group = group_size(q.shape[1], heads)
-    check_shape("page_min", page_min, (-1, heads, q.shape[2]))
-    check_shape("page_max", page_max, tuple(page_min.shape))
-    check_shape("out", out, (rows, heads, group, -1))
-    for name, tensor in {"page_min": page_min, "page_max": page_max, "out": out}.items():
-        check_contiguous(name, tensor)
-    if page_size not in _PAGE_SIZES or page_size % unit:
-        raise ValueError(f"unit={unit} must divide page_size={page_size}, one of {_PAGE_SIZES}")
+    heads = pages.low.shape[1]
+    check_shape("q", q, (plan.num_rows, -1, -1))
+    pages.check(q.shape[2])
+    check_shape("out", out, (plan.num_rows, heads, group_size(q.shape[1], heads), -1))
+    check_contiguous("out", out)
     if impl == "torch":
-        page_bounds_reference(q, page_min, page_max, plan, unit=unit, page_size=page_size, out=out)
+        page_bounds_reference(q, pages, plan, out=out)
         return
     check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
     from .page_kernel import page_minmax_score_triton
 
-    page_minmax_score_triton(
-        q,
-        page_min,
-        page_max,
-        plan,
-        unit=unit,
-        page_size=page_size,
-        reduce=None,
-        out=out,
-        block_max=None,
-    )
+    page_minmax_score_triton(q, pages, plan, reduce=None, out=out, block_max=None)
 
 
 def page_minmax_score(
     q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
+    pages: PageCuboids,
     plan: DecodePlan,
     *,
-    unit: int,
-    page_size: int,
     reduce: Reduce,
-    out: torch.Tensor,
-    block_max: torch.Tensor | None = None,
+    out: Scores,
     impl: Impl,
 ) -> None:
     """Largest q.k over a cuboid of every logical page, per KV head.
@@ -243,15 +164,10 @@ def page_minmax_score(
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        page_min: [pages * P / unit, H, D], one layer, contiguous: the cuboid's lower end.
-        page_max: the same: its upper end.
+        pages: cuboids of one layer's logical pages.
         plan: R rows; page_table, tail_start, k_units and reselect are read.
-        unit: tokens a logical page.
-        page_size: tokens a physical page (P): 16, 32 or 64.
         reduce: "max" or "sum" over the group.
-        out: float32 [R, H, max_units], max_units >= ceil(tail_start / unit).
-        block_max: float32 [R, H, padded_blocks(max_units)], optional; "triton" writes the largest
-            score of every 8 units into it, for :func:`select_topk`; "torch" ignores it.
+        out: R rows of H lists, at least ceil(tail_start / unit) units.
         impl: "triton" or "torch".
 
     Raises:
@@ -259,35 +175,16 @@ def page_minmax_score(
     """
     check_choice("impl", impl, IMPLS)
     check_choice("reduce", reduce, REDUCES)
-    rows, heads = plan.num_rows, page_min.shape[1]
-    check_shape("q", q, (rows, -1, -1))
+    heads = pages.low.shape[1]
+    check_shape("q", q, (plan.num_rows, -1, -1))
     group_size(q.shape[1], heads)
-    check_shape("page_min", page_min, (-1, heads, q.shape[2]))
-    check_shape("page_max", page_max, tuple(page_min.shape))
-    check_contiguous("page_min", page_min)
-    check_contiguous("page_max", page_max)
-    if page_size not in _PAGE_SIZES or page_size % unit:
-        raise ValueError(f"unit={unit} must divide page_size={page_size}, one of {_PAGE_SIZES}")
-    check_shape("out", out, (rows, heads, -1))
+    pages.check(q.shape[2])
+    out.check(plan.num_rows, heads)
     if impl == "torch":
-        page_minmax_score_reference(
-            q, page_min, page_max, plan, unit=unit, page_size=page_size, reduce=reduce, out=out
-        )
+        page_minmax_score_reference(q, pages, plan, reduce=reduce, out=out.values)
         return
-    check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
-    check_contiguous("out", out)
-    _check_block_max(block_max, out)
+    out.check_triton()
     from .page_kernel import page_minmax_score_triton
 
-    page_minmax_score_triton(
-        q,
-        page_min,
-        page_max,
-        plan,
-        unit=unit,
-        page_size=page_size,
-        reduce=reduce,
-        out=out,
-        block_max=block_max,
-    )
+    page_minmax_score_triton(q, pages, plan, reduce=reduce, out=out.values, block_max=out.block_max)

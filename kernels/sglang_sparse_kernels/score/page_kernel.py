@@ -8,10 +8,11 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
+from ..device import splits_of
 from ..plan import DecodePlan
-from ..select import BLOCK_UNITS
-from ..triton_ops import begin, dot, overlapping
-from .kernel import splits_of, store_scores
+from ..planes import PageCuboids
+from ..records import BLOCK_UNITS
+from ..triton_ops import begin, dot, overlapping, slots_of, store_scores
 
 MINMAX_TILE_UNITS = 64
 MINMAX_CTAS_PER_SM = 3
@@ -64,8 +65,8 @@ def page_minmax_score_kernel(
             o_u = i_t * BU + tl.arange(0, BU)
             m_u = o_u < n
             # [BU]
-            b_page = tl.load(p_table + o_u // PER_PAGE, mask=m_u, other=0).to(tl.int64)
-            o_e = ((b_page * PER_PAGE + o_u % PER_PAGE) * H + i_h)[:, None] * D + o_d[None, :]
+            b_entry = slots_of(p_table, o_u, m_u, PER_PAGE).to(tl.int64)
+            o_e = (b_entry * H + i_h)[:, None] * D + o_d[None, :]
             m_e = m_u[:, None] & m_d[None, :]
             # [BU, BD]
             b_max = tl.load(page_max + o_e, mask=m_e, other=0.0)
@@ -89,12 +90,9 @@ def page_minmax_score_kernel(
 
 def page_minmax_score_triton(
     q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
+    pages: PageCuboids,
     plan: DecodePlan,
     *,
-    unit: int,
-    page_size: int,
     reduce: str | None,
     out: torch.Tensor,
     block_max: torch.Tensor | None,
@@ -104,34 +102,15 @@ def page_minmax_score_triton(
     Without ``reduce``, ``out`` has an axis more: the query heads of a group stay apart.
     """
     rows, query_heads, dim = q.shape
-    heads = page_min.shape[1]
+    heads = pages.low.shape[1]
     group = group_size(query_heads, heads)
     tiles = triton.cdiv(out.shape[-1], MINMAX_TILE_UNITS)
-    splits = splits_of(rows, heads, tiles, MINMAX_CTAS_PER_SM, q.device)
+    splits = splits_of(rows * heads, tiles, MINMAX_CTAS_PER_SM, q.device)
     page_minmax_score_kernel[(rows * heads, splits)](
-        q,
-        page_min,
-        page_max,
-        plan.page_table,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        out,
-        block_max,
-        q.stride(0),
-        plan.page_table.stride(0),
-        out.shape[-1],
+        q, pages.low, pages.high, plan.page_table, plan.tail_start, plan.k_units, plan.reselect,
+        out, block_max, q.stride(0), plan.page_table.stride(0), out.shape[-1],
         0 if block_max is None else block_max.shape[2],
-        H=heads,
-        G=group,
-        BG=max(16, next_power_of_2(group)),
-        D=dim,
-        BD=next_power_of_2(dim),
-        PAGE=page_size,
-        UNIT=unit,
-        BU=MINMAX_TILE_UNITS,
-        BLOCK=BLOCK_UNITS,
-        REDUCE=reduce or "none",
-        num_warps=MINMAX_WARPS,
-        **overlapping(rows * heads),
-    )
+        H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, BD=next_power_of_2(dim),
+        PAGE=pages.page_size, UNIT=pages.unit, BU=MINMAX_TILE_UNITS, BLOCK=BLOCK_UNITS,
+        REDUCE=reduce or "none", num_warps=MINMAX_WARPS, **overlapping(rows * heads),
+    )  # fmt: skip

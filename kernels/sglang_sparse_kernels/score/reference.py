@@ -5,24 +5,19 @@ import torch
 
 from ..common import accumulate_dtype, group_size, rankable
 from ..plan import DecodePlan
-from ..planes import by_page, sketch_values
+from ..planes import KeySketch, PageCuboids, by_page, sketch_values
+from ..records import scored_rows
 
 
-def select_channels_reference(
-    q: torch.Tensor,
-    channels: torch.Tensor,
-    list_rows: torch.Tensor,
-    refresh: torch.Tensor,
-    k_units: torch.Tensor,
-) -> None:
+def select_channels_reference(q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan) -> None:
     """See :func:`sglang_sparse_kernels.select_channels`."""
     _, heads, kept = channels.shape
-    rows = ((refresh != 0) & (k_units > 0)).nonzero().squeeze(1)
+    rows = ((plan.refresh != 0) & (plan.k_units > 0)).nonzero().squeeze(1)
     group = group_size(q.shape[1], heads)
     magnitude = q[rows].to(accumulate_dtype(q.dtype)).abs()
     importance = magnitude.unflatten(1, (heads, group)).sum(2)
     ranked = importance.sort(dim=-1, descending=True, stable=True).indices
-    channels[list_rows[rows].long()] = ranked[..., :kept].sort(dim=-1).values.int()
+    channels[plan.request_slots[rows].long()] = ranked[..., :kept].sort(dim=-1).values.int()
 
 
 def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
@@ -30,98 +25,73 @@ def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
     return scores.amax(1) if reduce == "max" else scores.sum(1)
 
 
-def _scored_rows(plan: DecodePlan) -> list[int]:
-    return ((plan.reselect != 0) & (plan.k_units > 0)).nonzero().squeeze(1).tolist()
-
-
 def sketch_score_reference(
     q: torch.Tensor,
     channels: torch.Tensor,
-    key_sketch: torch.Tensor,
-    key_sketch_scale: torch.Tensor | None,
+    sketch: KeySketch,
     plan: DecodePlan,
     *,
-    page_size: int,
     reduce: str,
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.sketch_score`."""
-    heads = key_sketch.shape[1]
+    heads, page_size = sketch.values.shape[1], sketch.page_size
     group = group_size(q.shape[1], heads)
     acc = accumulate_dtype(q.dtype)
     head = torch.arange(heads, device=q.device)[:, None]
-    paged = by_page(key_sketch, page_size)
+    paged = by_page(sketch.values, page_size)
     raw = paged.view(torch.uint8) if paged.dtype == torch.float8_e4m3fn else paged
     in_run = paged.shape[1]
-    for row in _scored_rows(plan):
+    for row in scored_rows(plan):
         tokens = int(plan.tail_start[row])
         pages = plan.page_table[row, : -(-tokens // page_size)].long()
-        kept = channels[plan.list_rows[row].long()].long()
+        kept = channels[plan.request_slots[row].long()].long()
         pages_of_heads = pages[:, None, None]
         keys = raw[pages_of_heads // in_run, pages_of_heads % in_run, head, kept]
-        keys = keys.view(key_sketch.dtype)
-        keys = sketch_values(keys, acc)
+        keys = sketch_values(keys.view(sketch.values.dtype), acc)
         query = q[row].view(heads, group, -1).to(acc)
         query = query.gather(2, kept[:, None, :].expand(-1, group, -1))
         partial = torch.einsum("hgc,nhcp->hgnp", query, keys)
-        if key_sketch_scale is not None:
-            partial = partial * key_sketch_scale[pages].to(acc).permute(1, 0, 2)[:, None]
+        if sketch.scale is not None:
+            partial = partial * sketch.scale[pages].to(acc).permute(1, 0, 2)[:, None]
         scores = _reduce_group(partial.flatten(2), reduce)
         out[row, :, :tokens] = rankable(scores[:, :tokens], out.dtype)
 
 
-def _page_bounds(
-    q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
-    plan: DecodePlan,
-    row: int,
-    unit: int,
-    page_size: int,
-) -> torch.Tensor:
+def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int) -> torch.Tensor:
     """[H, G, units] of one row."""
-    heads = page_min.shape[1]
+    heads, unit = pages.low.shape[1], pages.unit
     group = group_size(q.shape[1], heads)
     acc = accumulate_dtype(q.dtype)
-    per_page = page_size // unit
+    per_page = pages.page_size // unit
     within = torch.arange(per_page, device=q.device)
     tokens = int(plan.tail_start[row])
-    pages = plan.page_table[row, : -(-tokens // page_size)].long()
-    entries = (pages[:, None] * per_page + within).flatten()[: -(-tokens // unit)]
+    physical = plan.page_table[row, : -(-tokens // pages.page_size)].long()
+    entries = (physical[:, None] * per_page + within).flatten()[: -(-tokens // unit)]
     query = q[row].view(heads, group, -1).to(acc)
     # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
-    bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), page_max[entries].to(acc))
-    return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), page_min[entries].to(acc))
+    bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), pages.high[entries].to(acc))
+    return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), pages.low[entries].to(acc))
 
 
 def page_bounds_reference(
-    q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    unit: int,
-    page_size: int,
-    out: torch.Tensor,
+    q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, *, out: torch.Tensor
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_bounds`."""
-    for row in _scored_rows(plan):
-        bound = _page_bounds(q, page_min, page_max, plan, row, unit, page_size)
+    for row in scored_rows(plan):
+        bound = _page_bounds(q, pages, plan, row)
         out[row, :, :, : bound.shape[-1]] = bound.to(out.dtype)
 
 
 def page_minmax_score_reference(
     q: torch.Tensor,
-    page_min: torch.Tensor,
-    page_max: torch.Tensor,
+    pages: PageCuboids,
     plan: DecodePlan,
     *,
-    unit: int,
-    page_size: int,
     reduce: str,
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
-    for row in _scored_rows(plan):
-        bound = _page_bounds(q, page_min, page_max, plan, row, unit, page_size)
+    for row in scored_rows(plan):
+        bound = _page_bounds(q, pages, plan, row)
         out[row, :, : bound.shape[-1]] = rankable(_reduce_group(bound, reduce), out.dtype)

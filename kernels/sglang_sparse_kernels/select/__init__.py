@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selection of the units a decode step attends to."""
 
-from .api import select_topk
-from .types import (
-    BLOCK_UNITS,
-    TopkWorkspace,
-    make_topk_workspace,
-    padded_blocks,
-    topk_workspace_bytes,
-)
+from .api import find_block_max, select_topk
+from .types import TopkWorkspace, make_topk_workspace
 
 __all__ = [
-    "BLOCK_UNITS",
     "TopkWorkspace",
+    "find_block_max",
     "make_topk_workspace",
-    "padded_blocks",
     "select_topk",
-    "topk_workspace_bytes",
 ]

@@ -76,7 +76,6 @@ def sample_bounds(
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """(low, high): scores that the k-th best of n units lies between, most likely.
 
@@ -85,9 +84,7 @@ def sample_bounds(
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     o_b = (tl.arange(0, ROWS).to(tl.int64) * num_blocks // ROWS).to(tl.int32)
-    b_s, _ = load_units(
-        p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
-    )
+    b_s, _ = load_units(p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE)
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
     lower, upper, slack = ranks_around(k, n, BT, BLOCK)
     low, _, _ = kth_best(b_s, float("-inf"), forced, lower, lower + slack, BT)
@@ -108,7 +105,6 @@ def take_streamed(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """Write the k best of any number of units, which are read a few times over.
 
@@ -119,7 +115,7 @@ def take_streamed(
     ROWS: tl.constexpr = TILE // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     limit = tl.minimum(list_blocks, TILE)
-    low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN)
+    low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE)
     # Keys of -inf and +inf: count_lo scores, at least k, reach lo; above, fewer than k, pass hi.
     lo = tl.full((), -2139095041, tl.int32)
     hi = tl.full((), 2139095040, tl.int32)
@@ -136,7 +132,7 @@ def take_streamed(
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
             b_s, _ = load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
             )
             count += tl.sum((b_s >= score).to(tl.int32))
         above = tl.where(count >= k, above, count)
@@ -153,7 +149,7 @@ def take_streamed(
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
             b_s, o_u = load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
             )
             b_open = (b_s >= score) & ~(b_s >= top) & (o_u < n)
             listed = store_winners(p_list, b_open, o_u, listed, limit)
@@ -163,7 +159,7 @@ def take_streamed(
         m_l = o_l < listed
         b_u = tl.load(p_list + o_l, mask=m_l, other=2147483647)
         b_s = tl.load(p_scores + b_u, mask=m_l, other=float("-inf"))
-        b_s = rankable(b_s, b_u, forced_below, free_below, n, CLEAN)
+        b_s = rankable(b_s, b_u, forced_below, free_below, n)
         _, score = winners(b_s, b_u, float("-inf"), n - 1, k - above, TILE)
         above += tl.sum(((b_s > score) & m_l).to(tl.int32))
     taken = tl.full((), 0, tl.int32)
@@ -172,7 +168,7 @@ def take_streamed(
         o_b = i_b + tl.arange(0, ROWS)
         # [ROWS, BLOCK]
         b_s, o_u = load_units(
-            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
         )
         b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
         b_ties = tl.sum(b_tie, 1)
@@ -205,7 +201,6 @@ def stream_topk_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Rows that the parts did not finish, by one program each."""
@@ -227,5 +222,4 @@ def stream_topk_kernel(
             TILE,
             BLOCK,
             WHOLE,
-            CLEAN,
         )

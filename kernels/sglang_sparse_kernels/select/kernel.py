@@ -9,18 +9,18 @@ one program and interpolate the score that k of them reach; ties are cut by inde
 fit are those of ``stream.py``.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
-from ..triton_ops import begin, overlapping
+from ..records import BLOCK_UNITS, Always, Lists, Scores
+from ..triton_ops import begin, finite_scores, overlapping
 from .alone import is_streamed
 from .search import forced_of, load_units, rankable, search_winners, store_in_order
 from .share import parts_of, share_topk_triton
 from .stream import stream_topk_triton
-from .types import BLOCK_UNITS, TopkWorkspace
+from .types import TopkWorkspace
 
 # Contexts of 262,144 tokens; longer ones take the launches of ``stream.py`` too.
 MAX_BLOCKS = 32768
@@ -58,7 +58,8 @@ def block_max_kernel(
         o_u = o_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         # [BT / BLOCK, BLOCK]
         b_s = tl.load(scores + i_rh * width + o_u, mask=o_u < n, other=float("-inf"))
-        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
+        b_s = finite_scores(b_s)
+        tl.store(scores + i_rh * width + o_u, b_s, mask=o_u < n)
         tl.store(block_max + i_rh * blocks + o_b, tl.max(b_s, 1), mask=o_b * BLOCK < n)
 
 
@@ -72,7 +73,6 @@ def _prune(
     free_below,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """List the k blocks that hold the k best units; returns a score that k units reach."""
     num_blocks = tl.cdiv(n, BLOCK)
@@ -84,7 +84,7 @@ def _prune(
     o_u = o_b * BLOCK
     # With nothing recent to force, the last block is free whole.
     free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
-    b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n, CLEAN)
+    b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n)
     forced = forced_of(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
     b_win, floor = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
     store_in_order(p_blocks, b_win, tl.arange(0, BT // C) * C, k, BT // C, C)
@@ -106,7 +106,6 @@ def _take(
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """Write the k best units of the listed blocks, or of all blocks if not ``pruned``."""
     o_b = tl.arange(0, BT // BLOCK)
@@ -114,7 +113,7 @@ def _take(
     b_block = tl.load(p_blocks + o_b, mask=m_b & pruned, other=0)
     b_block = tl.where(pruned & m_b, b_block, tl.where(m_b, o_b, tl.cdiv(n, BLOCK)))
     # [BT / BLOCK, BLOCK]
-    b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
+    b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE)
     forced = forced_of(forced_below, free_below, n)
     b_win, _ = search_winners(b_s, o_u, floor, forced, n - 1, k, BT)
     b_base = tl.gather(b_block * BLOCK, o_b, 0)
@@ -144,7 +143,6 @@ def select_topk_kernel(
     BU: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     begin()
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
@@ -171,126 +169,70 @@ def select_topk_kernel(
             if n <= SU:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, free_below, SU, BLOCK, WHOLE, CLEAN,
+                    forced_below, free_below, SU, BLOCK, WHOLE,
                 )  # fmt: skip
             elif n <= BU // 2:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, free_below, BU // 2, BLOCK, WHOLE, CLEAN,
+                    forced_below, free_below, BU // 2, BLOCK, WHOLE,
                 )  # fmt: skip
             elif not is_streamed(n, k, BB, BU, BLOCK):
                 pruned = n > BU
                 floor = tl.full((), float("-inf"), tl.float32)
                 if pruned:
                     if num_blocks <= SB:
-                        floor = _prune(
-                            p_max, p_blocks, n, k, forced_below, free_below, SB, BLOCK, CLEAN
-                        )
+                        floor = _prune(p_max, p_blocks, n, k, forced_below, free_below, SB, BLOCK)
                     elif num_blocks <= MB:
-                        floor = _prune(
-                            p_max, p_blocks, n, k, forced_below, free_below, MB, BLOCK, CLEAN
-                        )
+                        floor = _prune(p_max, p_blocks, n, k, forced_below, free_below, MB, BLOCK)
                     elif MB < BB:
-                        floor = _prune(
-                            p_max, p_blocks, n, k, forced_below, free_below, BB, BLOCK, CLEAN
-                        )
+                        floor = _prune(p_max, p_blocks, n, k, forced_below, free_below, BB, BLOCK)
                     num_blocks = k
                     # The list is read back by other threads of this program.
                     tl.debug_barrier()
                 _take(
                     p_scores, p_blocks, p_out, pruned, floor, num_blocks, n, k,
-                    forced_below, free_below, BU, BLOCK, WHOLE, CLEAN,
+                    forced_below, free_below, BU, BLOCK, WHOLE,
                 )  # fmt: skip
 
 
+def find_block_max_triton(scores: Scores, plan: DecodePlan, *, unit: int) -> None:
+    """Launch :func:`block_max_kernel`, one program a tile of a row and KV head."""
+    rows, heads, width = scores.values.shape
+    block_max_kernel[(rows * heads, triton.cdiv(width, BLOCK_MAX_TILE))](
+        scores.values, scores.block_max, plan.tail_start, plan.k_units, plan.reselect, width,
+        scores.block_max.shape[2], H=heads, UNIT=unit, BT=BLOCK_MAX_TILE, BLOCK=BLOCK_UNITS,
+    )  # fmt: skip
+
+
 def select_topk_triton(
-    scores: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
+    lists: Lists,
     *,
-    unit: int,
-    sink: int,
-    recent: int,
-    out_indices: torch.Tensor,
-    out_counts: torch.Tensor,
+    always: Always,
     workspace: TopkWorkspace,
-    has_block_max: bool,
 ) -> None:
-    """Launch :func:`select_topk_kernel`, one program a row and KV head; block maxima first.
+    """Launch :func:`select_topk_kernel`, one program a row and KV head.
 
     Few rows are shared by several programs instead. Where shapes allow rows that do not fit,
     :func:`stream_topk_kernel` follows for those.
     """
-    rows, heads, width = scores.shape
-    blocks = workspace.block_max.shape[2]
-    capacity = out_indices.shape[2]
-    if not has_block_max:
-        block_max_kernel[(rows * heads, triton.cdiv(width, BLOCK_MAX_TILE))](
-            scores,
-            workspace.block_max,
-            plan.tail_start,
-            plan.k_units,
-            plan.reselect,
-            width,
-            blocks,
-            H=heads,
-            UNIT=unit,
-            BT=BLOCK_MAX_TILE,
-            BLOCK=BLOCK_UNITS,
-        )
-    parts = parts_of(rows * heads, width, capacity, scores.device)
+    rows, heads, width = scores.values.shape
+    capacity = lists.capacity
+    parts = parts_of(rows * heads, width, capacity, scores.values.device)
     if parts:
-        share_topk_triton(
-            scores,
-            plan,
-            unit=unit,
-            sink=sink,
-            recent=recent,
-            out_indices=out_indices,
-            out_counts=out_counts,
-            workspace=workspace,
-            clean=has_block_max,
-            parts=parts,
-        )
+        share_topk_triton(scores, plan, lists, always=always, workspace=workspace, parts=parts)
         return
     tile_blocks, tile_units, warps = _tiles(width, capacity)
     select_topk_kernel[(rows * heads,)](
-        scores,
-        workspace.block_max,
-        workspace.blocks,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        plan.list_rows,
-        out_indices,
-        out_counts,
-        width,
-        blocks,
-        workspace.blocks.shape[2],
-        capacity,
-        sink,
-        recent,
-        H=heads,
-        UNIT=unit,
-        BB=tile_blocks,
-        BU=tile_units,
-        BLOCK=BLOCK_UNITS,
-        WHOLE=width % BLOCK_UNITS == 0,
-        CLEAN=has_block_max,
-        num_warps=warps,
-        **overlapping(rows * heads),
-    )
+        scores.values, scores.block_max, workspace.blocks, plan.tail_start, plan.k_units,
+        plan.reselect, lists.rows, lists.indices, lists.counts, width, scores.block_max.shape[2],
+        workspace.blocks.shape[2], capacity, always.sink, always.recent,
+        H=heads, UNIT=lists.unit, BB=tile_blocks, BU=tile_units, BLOCK=BLOCK_UNITS,
+        WHOLE=width % BLOCK_UNITS == 0, num_warps=warps, **overlapping(rows * heads),
+    )  # fmt: skip
     if width > tile_units and (
         capacity * BLOCK_UNITS > tile_units or triton.cdiv(width, BLOCK_UNITS) > tile_blocks
     ):
-        stream_topk_triton(
-            scores,
-            plan,
-            unit=unit,
-            sink=sink,
-            recent=recent,
-            out_indices=out_indices,
-            workspace=workspace,
-            clean=has_block_max,
-            tile_blocks=tile_blocks,
-            tile_units=tile_units,
-        )
+        tiles = {"BB": tile_blocks, "BU": tile_units}
+        stream_topk_triton(scores, plan, lists, tiles, always=always, workspace=workspace)

@@ -5,30 +5,36 @@ import torch
 
 from ..common import rankable
 from ..plan import DecodePlan
+from ..records import BLOCK_UNITS, Always, Lists, Scores, scored_rows
+
+
+def find_block_max_reference(scores: Scores, plan: DecodePlan, *, unit: int) -> None:
+    """See :func:`sglang_sparse_kernels.find_block_max`."""
+    for row in scored_rows(plan):
+        units = -(-int(plan.tail_start[row]) // unit)
+        values = scores.values[row, :, :units]
+        values.copy_(rankable(values, values.dtype))
+        padded = torch.nn.functional.pad(values, (0, -units % BLOCK_UNITS), value=-torch.inf)
+        best = padded.unflatten(1, (-1, BLOCK_UNITS)).amax(2)
+        scores.block_max[row, :, : best.shape[1]] = best
 
 
 def select_topk_reference(
-    scores: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    unit: int,
-    sink: int,
-    recent: int,
-    out_indices: torch.Tensor,
-    out_counts: torch.Tensor,
+    scores: torch.Tensor, plan: DecodePlan, lists: Lists, *, always: Always
 ) -> None:
-    """See :func:`sglang_sparse_kernels.select_topk`."""
-    heads, width = scores.shape[1:]
+    """See :func:`sglang_sparse_kernels.select_topk`; ``scores`` are the values alone."""
+    (_, heads, width), unit = scores.shape, lists.unit
     for row in plan.reselect.nonzero().squeeze(1).tolist():
         tokens = int(plan.tail_start[row])
         units = -(-tokens // unit)
-        kept = min(int(plan.k_units[row]), units, out_indices.shape[2], width)
-        target = int(plan.list_rows[row])
-        out_counts[target] = kept
+        kept = min(int(plan.k_units[row]), units, lists.capacity, width)
+        target = int(lists.rows[row])
+        lists.counts[target] = kept
         if kept == 0:
             continue
         index = torch.arange(units, device=scores.device)
-        forced = (index < -(-sink // unit)) | (index >= max(0, tokens - recent) // unit)
+        recent = max(0, tokens - always.recent) // unit
+        forced = (index < -(-always.sink // unit)) | (index >= recent)
         # Forced units rank first, then by score; stable sorts keep the lower index.
         ranked = rankable(scores[row, :, :units], scores.dtype)
         ranked = ranked.masked_fill(forced, torch.inf)
@@ -36,4 +42,4 @@ def select_topk_reference(
         by_force = forced.expand(heads, -1).gather(1, by_score).int()
         order = by_force.sort(dim=-1, descending=True, stable=True).indices
         chosen = by_score.gather(1, order[:, :kept]).sort(dim=-1).values
-        out_indices[target, :, :kept] = chosen.int()
+        lists.indices[target, :, :kept] = chosen.int()

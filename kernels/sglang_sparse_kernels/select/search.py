@@ -6,28 +6,19 @@
 import triton
 import triton.language as tl
 
-FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
+from ..triton_ops import FLOAT32_MAX
+
 # Until few are left, or for so many steps, bounds may lie between scores: those steps cost less.
 SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 
 @triton.jit
-def free_scores(b_s, CLEAN: tl.constexpr):
-    """Scores of free units as they rank: NaN is -inf, +inf is below forced units."""
-    if not CLEAN:
-        b_s = tl.where(b_s == b_s, b_s, float("-inf"))
-        b_s = tl.minimum(b_s, FLOAT32_MAX)
-    return b_s
-
-
-@triton.jit
-def rankable(b_s, b_u, forced_below, free_below, n, CLEAN: tl.constexpr):
+def rankable(b_s, b_u, forced_below, free_below, n):
     """Scores of units ``b_u`` (of a block, its first) as they rank.
 
     Free are the units of [forced_below, free_below); the others are +inf below ``n``, where they
-    are forced, and -inf from there on. ``CLEAN`` scores hold neither NaN nor +inf.
+    are forced, and -inf from there on.
     """
-    b_s = free_scores(b_s, CLEAN)
     free = (b_u >= forced_below) & (b_u < free_below)
     return tl.where(free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
 
@@ -229,7 +220,6 @@ def load_units(
     free_below,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """(scores, units) [blocks, BLOCK]; ``WHOLE`` says that a row's last block is readable whole.
 
@@ -240,4 +230,4 @@ def load_units(
         b_s = tl.load(p_scores + o_u, mask=m_b[:, None], other=float("-inf"))
     else:
         b_s = tl.load(p_scores + o_u, mask=m_b[:, None] & (o_u < n), other=float("-inf"))
-    return rankable(b_s, o_u, forced_below, free_below, n, CLEAN), o_u
+    return rankable(b_s, o_u, forced_below, free_below, n), o_u

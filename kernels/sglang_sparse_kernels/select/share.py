@@ -18,10 +18,10 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..device import multiprocessors
 from ..plan import DecodePlan
-from ..triton_ops import begin, overlapping
+from ..records import BLOCK_UNITS, Always, Lists, Scores
+from ..triton_ops import FLOAT32_MAX, begin, overlapping
 from .alone import take_streamed
 from .search import (
-    FLOAT32_MAX,
     count_reaching,
     forced_of,
     key_of,
@@ -32,7 +32,7 @@ from .search import (
     score_of,
     search_winners,
 )
-from .types import BLOCK_UNITS, FOUND_UNITS, MAX_PARTS, MAX_PROGRAMS, TopkWorkspace
+from .types import FOUND_UNITS, MAX_PARTS, MAX_PROGRAMS, TopkWorkspace
 
 MAX_BLOCKS = 16384
 WHOLE_UNITS = 16384  # up to so many units of a row are looked at, of longer ones the block maxima
@@ -66,7 +66,6 @@ def _floor(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """(A score that at least k of n scores reach, whether far more do).
 
@@ -75,7 +74,7 @@ def _floor(
     """
     step = tl.cdiv(tl.cdiv(n, BLOCK), SIZE // BLOCK)
     o_b = tl.arange(0, SIZE // BLOCK) * step
-    b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK, WHOLE, CLEAN)
+    b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK, WHOLE)
     forced = forced_of(forced_below, free_below, n) // step
     # Neighbours are alike, so that four count as one draw; three standard deviations of that.
     part = k.to(tl.float32) / step
@@ -150,7 +149,6 @@ def find_kernel(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """List a part's units that reach a score which at least k units of the row reach."""
@@ -177,29 +175,27 @@ def find_kernel(
             b_next, o_next = _load_tile(p_scores, first, last, n, BT, PB, WHOLE)
             count = tl.cdiv(n, BLOCK)
             if (n <= BU) & (count < 2 * k):
-                floor, tied = _floor(
-                    p_scores, n, forced_below, free_below, k, BU, BLOCK, WHOLE, CLEAN
-                )
+                floor, tied = _floor(p_scores, n, forced_below, free_below, k, BU, BLOCK, WHOLE)
             else:
                 below = tl.cdiv(forced_below, BLOCK)
                 # With nothing recent to force, the last block is free whole.
                 free = tl.where(free_below < n, free_below // BLOCK, count)
                 if count <= BB // 4:
-                    floor, tied = _floor(p_max, count, below, free, k, BB // 4, BLOCK, True, CLEAN)
+                    floor, tied = _floor(p_max, count, below, free, k, BB // 4, BLOCK, True)
                 else:
-                    floor, tied = _floor(p_max, count, below, free, k, BB, BLOCK, True, CLEAN)
+                    floor, tied = _floor(p_max, count, below, free, k, BB, BLOCK, True)
             base = (i_rh * PARTS + i_s) * STRIDE
             # Units that reach the floor before this part, as far as k of them.
             before = tl.full((), 0, tl.int32)
             i_t = tl.full((), 0, tl.int32)
             while tied & (i_t < first) & (before < k):
                 b_s, o_u = _load_tile(p_scores, i_t, first, n, BT, PB, WHOLE)
-                b_s = rankable(b_s, o_u, forced_below, free_below, first, CLEAN)
+                b_s = rankable(b_s, o_u, forced_below, free_below, first)
                 before += tl.sum(((b_s >= floor) & (o_u < first)).to(tl.int32))
                 i_t += BT
             found = tl.full((), 0, tl.int32)
             for i_t in range(first, last, BT):
-                b_s, o_u = rankable(b_next, o_next, forced_below, free_below, n, CLEAN), o_next
+                b_s, o_u = rankable(b_next, o_next, forced_below, free_below, n), o_next
                 b_next, o_next = _load_tile(p_scores, i_t + BT, last, n, BT, PB, WHOLE)
                 # [BT / PB, PB]
                 # Behind k that reach it, a score equal to the floor cannot win.
@@ -300,7 +296,6 @@ def settle_kernel(
     BO: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Find the k best of what the parts listed; write those of this part."""
@@ -354,55 +349,43 @@ def settle_kernel(
                 TILE,
                 BLOCK,
                 WHOLE,
-                CLEAN,
             )
 
 
 def share_topk_triton(
-    scores: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
+    lists: Lists,
     *,
-    unit: int,
-    sink: int,
-    recent: int,
-    out_indices: torch.Tensor,
-    out_counts: torch.Tensor,
+    always: Always,
     workspace: TopkWorkspace,
-    clean: bool,
     parts: int,
 ) -> None:
-    """Launch the two kernels, ``parts`` programs a row and KV head; block maxima are there.
-
-    Args:
-        clean: scores hold neither NaN nor +inf.
-        parts: from :func:`parts_of`, a power of two.
-    """
-    rows, heads, width = scores.shape
-    capacity = out_indices.shape[2]
-    row = (plan.tail_start, plan.k_units, plan.reselect, plan.list_rows)
+    """Launch the two kernels, ``parts`` programs a row and KV head: a power of two."""
+    rows, heads, width = scores.values.shape
+    row = (plan.tail_start, plan.k_units, plan.reselect, lists.rows)
     shapes: dict[str, int] = {
         "H": heads,
-        "UNIT": unit,
+        "UNIT": lists.unit,
         "PARTS": parts,
         "STRIDE": FOUND_UNITS,
         "CHUNK": CHUNK,
         "BLOCK": BLOCK_UNITS,
         "WHOLE": width % BLOCK_UNITS == 0,
-        "CLEAN": clean,
         "COLUMNS": workspace.state.shape[2],
     }
     found = (workspace.found_scores, workspace.found_units)
     # Programs of the first launch that came up while scores are being written would crowd.
     blocks = max(1024, next_power_of_2(triton.cdiv(width, BLOCK_UNITS)))
     find_kernel[(rows * heads, parts)](
-        scores, workspace.block_max, *found, workspace.state, *row, out_counts,
-        width, workspace.block_max.shape[2], capacity, sink, recent,
+        scores.values, scores.block_max, *found, workspace.state, *row, lists.counts,
+        width, scores.block_max.shape[2], lists.capacity, always.sink, always.recent,
         BB=min(blocks, MAX_BLOCKS), BU=min(WHOLE_UNITS, max(1024, next_power_of_2(width))),
         BT=PART_UNITS, PB=PART_BLOCK, num_warps=FIND_WARPS, **shapes,
     )  # fmt: skip
     settle_kernel[(rows * heads, parts)](
-        scores, *found, workspace.blocks, workspace.state, *row, out_indices,
-        width, workspace.blocks.shape[2], capacity, sink, recent,
-        SLOTS=8 * max(LEAST_BUDGET, next_power_of_2(capacity)), BO=WRITE_UNITS,
+        scores.values, *found, workspace.blocks, workspace.state, *row, lists.indices,
+        width, workspace.blocks.shape[2], lists.capacity, always.sink, always.recent,
+        SLOTS=8 * max(LEAST_BUDGET, next_power_of_2(lists.capacity)), BO=WRITE_UNITS,
         TILE=FALLBACK_UNITS, num_warps=SETTLE_WARPS, **shapes, **overlapping(rows * heads),
     )  # fmt: skip

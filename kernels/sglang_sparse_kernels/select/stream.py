@@ -10,14 +10,14 @@ them each part takes needs no list. Where the sample misled, or too many units l
 program reads the row some four times instead.
 """
 
-import torch
 import triton
 import triton.language as tl
 
 from ..plan import DecodePlan
+from ..records import BLOCK_UNITS, Always, Lists, Scores
 from .alone import DONE, ranks_around, sample_bounds, stream_topk_kernel, streamed_row
-from .search import free_scores, key_of, kth_best, load_units, rankable, score_of
-from .types import BLOCK_UNITS, STREAM_SPLITS, TopkWorkspace
+from .search import key_of, kth_best, load_units, rankable, score_of
+from .types import STREAM_SPLITS, TopkWorkspace
 
 STREAM_UNITS, STREAM_WARPS = 8192, 16
 BOUNDS_WARPS = SEARCH_WARPS = 8
@@ -49,7 +49,6 @@ def _closer_bounds(
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """Bounds from a sample of ``rounds`` times ``BT`` units, of which those between the bounds that
     are known are listed and searched; the same bounds if those are more than ``most``."""
@@ -61,7 +60,7 @@ def _closer_bounds(
         o_b = tl.arange(0, ROWS).to(tl.int64) * rounds + i_r
         o_b = (o_b * num_blocks // (ROWS * rounds)).to(tl.int32)
         b_s, _ = load_units(
-            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE, CLEAN
+            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
         )
         above += tl.sum((b_s > high).to(tl.int32))
         b_open = ((b_s >= low) & (b_s <= high)).to(tl.int32)
@@ -105,7 +104,6 @@ def bounds_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     streamed, tokens, n, k = streamed_row(
@@ -116,9 +114,7 @@ def bounds_kernel(
         p_scores, p_list = scores + i_rh * width, lists + i_rh * list_blocks
         forced_below = tl.cdiv(sink, UNIT)
         free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
-        low, high = sample_bounds(
-            p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE, CLEAN
-        )
+        low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE)
         # Between the bounds lie some 15 standard deviations of a rank in the sample at most. If the
         # sample is as large as this, they are five sixths of what may be listed of a row.
         share = k.to(tl.float32) / n
@@ -131,7 +127,7 @@ def bounds_kernel(
         if rounds > 1:
             low, high = _closer_bounds(
                 p_scores, p_list, low, high, n, k, rounds, most, forced_below, free_below, TILE,
-                BLOCK, WHOLE, CLEAN,
+                BLOCK, WHOLE,
             )  # fmt: skip
         tl.store(state + i_rh * COLUMNS + _LOW, key_of(low))
         tl.store(state + i_rh * COLUMNS + _HIGH, key_of(high))
@@ -155,7 +151,6 @@ def _load_tile(
     free_below,
     BT: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
 ):
     """(scores, units) [BT / 16, 4, 4] of a tile; NaN past the end."""
     # Four units a lane, side by side, four times over: so the loads of a warp are whole lines.
@@ -166,10 +161,8 @@ def _load_tile(
     if not WHOLE:
         m_u &= o_u < n
     b_s = tl.load(p_scores + o_u, mask=m_u)
-    if (i_t * BT >= forced_below) & (i_t * BT + BT <= free_below):
-        b_s = free_scores(b_s, CLEAN)
-    else:
-        b_s = rankable(b_s, o_u, forced_below, free_below, n, CLEAN)
+    if (i_t * BT < forced_below) | (i_t * BT + BT > free_below):
+        b_s = rankable(b_s, o_u, forced_below, free_below, n)
         b_s = tl.where(o_u < n, b_s, float("nan"))
     return b_s, o_u
 
@@ -213,7 +206,6 @@ def partition_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Count a part's units above the bounds; list the scores between them, and count them."""
@@ -232,7 +224,7 @@ def partition_kernel(
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
             b_s, _o_u = _load_tile(
-                scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE, CLEAN
+                scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE
             )
             b_above += tl.sum(tl.sum((b_s > high).to(tl.int32), 2), 1)
             b_open = (b_s >= low) & (b_s <= high)
@@ -371,7 +363,6 @@ def write_kernel(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
-    CLEAN: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Write a part's winners behind those of the parts before it."""
@@ -397,7 +388,7 @@ def write_kernel(
         first, last = _part(n, BT, SPLITS)
         for i_t in range(first, last):
             b_s, o_u = _load_tile(
-                scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE, CLEAN
+                scores + i_rh * width, i_t, n, forced_below, free_below, BT, WHOLE
             )
             b_win = b_s >= least
             if some_win:
@@ -410,47 +401,40 @@ def write_kernel(
 
 
 def stream_topk_triton(
-    scores: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
+    lists: Lists,
+    held: dict[str, int],
     *,
-    unit: int,
-    sink: int,
-    recent: int,
-    out_indices: torch.Tensor,
+    always: Always,
     workspace: TopkWorkspace,
-    clean: bool,
-    tile_blocks: int,
-    tile_units: int,
 ) -> None:
     """Launch the passes over parts, then :func:`stream_topk_kernel` for rows left over.
 
-    Args:
-        clean: scores hold neither NaN nor +inf.
-        tile_blocks, tile_units: what :func:`select_topk_kernel` holds at a time.
+    ``held`` says what :func:`select_topk_kernel` holds at a time.
     """
-    rows, heads, width = scores.shape
-    capacity, list_blocks = out_indices.shape[2], workspace.blocks.shape[2]
+    rows, heads, width = scores.values.shape
+    capacity, list_blocks = lists.capacity, workspace.blocks.shape[2]
+    sink, recent = always.sink, always.recent
     most_open = min(list_blocks // STREAM_SPLITS, MOST_OPEN) // CHUNK * CHUNK
     row = (plan.tail_start, plan.k_units, plan.reselect)
     shapes = {
         "H": heads,
-        "UNIT": unit,
-        "BB": tile_blocks,
-        "BU": tile_units,
+        "UNIT": lists.unit,
         "BLOCK": BLOCK_UNITS,
         "COLUMNS": workspace.state.shape[2],
-    }
-    reads = {"WHOLE": width % BLOCK_UNITS == 0, "CLEAN": clean}
+    } | held
+    reads = {"WHOLE": width % BLOCK_UNITS == 0}
     tiles = {"BT": PART_UNITS, "SPLITS": STREAM_SPLITS, "num_warps": PART_WARPS}
     parts = (rows * heads, STREAM_SPLITS)
     bounds_kernel[parts[:1]](
-        scores, workspace.blocks, workspace.state, *row, width, list_blocks,
+        scores.values, workspace.blocks, workspace.state, *row, width, list_blocks,
         min(MOST_LISTED, STREAM_SPLITS * max(most_open, CHUNK)), capacity, sink, recent,
         TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS, **reads, **shapes,
     )  # fmt: skip
     partition_kernel[parts](
-        scores, workspace.blocks, workspace.state, *row, width, list_blocks, most_open, capacity,
-        sink, recent,
+        scores.values, workspace.blocks, workspace.state, *row, width, list_blocks, most_open,
+        capacity, sink, recent,
         CHUNK=CHUNK, **tiles, **reads, **shapes,
     )  # fmt: skip
     least = -1
@@ -462,11 +446,11 @@ def stream_topk_triton(
         )  # fmt: skip
         least = most
     write_kernel[parts](
-        scores, workspace.state, *row, plan.list_rows, out_indices, width, capacity, sink, recent,
-        **tiles, **reads, **shapes,
+        scores.values, workspace.state, *row, lists.rows, lists.indices, width, capacity, sink,
+        recent, **tiles, **reads, **shapes,
     )  # fmt: skip
     stream_topk_kernel[parts[:1]](
-        scores, workspace.blocks, workspace.state, *row, plan.list_rows, out_indices, width,
+        scores.values, workspace.blocks, workspace.state, *row, lists.rows, lists.indices, width,
         list_blocks, capacity, sink, recent,
         TILE=STREAM_UNITS, num_warps=STREAM_WARPS, **reads, **shapes,
     )  # fmt: skip

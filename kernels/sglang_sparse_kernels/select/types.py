@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-BLOCK_UNITS = 8
-"""Units whose largest score is kept, so that selection can skip blocks that cannot win."""
+from ..records import padded_blocks
 
 STREAM_SPLITS = 32
 """Programs that share a row which does not fit in the registers of one."""
@@ -21,12 +20,6 @@ MAX_PROGRAMS = 256
 """Programs that share rows, of all rows together."""
 
 _STATE_COLUMNS = 8 + 4 * STREAM_SPLITS
-_ALIGN = 16
-
-
-def padded_blocks(max_units: int) -> int:
-    """Width of a row of block maxima: rows start aligned, so that they load in wide accesses."""
-    return -(-max_units // (BLOCK_UNITS * _ALIGN)) * _ALIGN
 
 
 def _found_units(max_rows: int, num_kv_heads: int) -> int:
@@ -39,7 +32,6 @@ class TopkWorkspace:
     """Fixed-capacity scratch of :func:`sglang_sparse_kernels.select_topk`, R rows, H KV heads.
 
     Attributes:
-        block_max: [R, H, padded_blocks(max_units)] float32, largest score of every 8 units.
         blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner; of a row
             that is streamed, the bits of the scores near the k-th best, or units, where one
             program takes it.
@@ -49,7 +41,6 @@ class TopkWorkspace:
         found_units: int32, flat, which units they are.
     """
 
-    block_max: torch.Tensor
     blocks: torch.Tensor
     state: torch.Tensor
     found_scores: torch.Tensor
@@ -57,25 +48,15 @@ class TopkWorkspace:
 
     def rows(self, batch_size: int) -> "TopkWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.block_max.shape[0]:
+        if batch_size > self.blocks.shape[0]:
             raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.block_max.shape[0]}"
+                f"batch of {batch_size} rows does not fit a workspace of {self.blocks.shape[0]}"
             )
         return replace(
             self,
-            block_max=self.block_max[:batch_size],
             blocks=self.blocks[:batch_size],
             state=self.state[:batch_size],
         )
-
-
-def topk_workspace_bytes(
-    max_rows: int, num_kv_heads: int, max_units: int, capacity_units: int
-) -> int:
-    """Bytes that :func:`make_topk_workspace` allocates."""
-    blocks = padded_blocks(max_units)
-    columns = blocks + min(blocks, capacity_units) + _STATE_COLUMNS
-    return 4 * (max_rows * num_kv_heads * columns + 2 * _found_units(max_rows, num_kv_heads))
 
 
 def make_topk_workspace(
@@ -98,7 +79,6 @@ def make_topk_workspace(
     shape = (max_rows, num_kv_heads)
     found = _found_units(max_rows, num_kv_heads)
     return TopkWorkspace(
-        block_max=torch.zeros((*shape, blocks), dtype=torch.float32, device=device),
         blocks=torch.zeros((*shape, min(blocks, capacity_units)), dtype=torch.int32, device=device),
         state=torch.zeros((*shape, _STATE_COLUMNS), dtype=torch.int32, device=device),
         found_scores=torch.zeros(found, dtype=torch.float32, device=device),

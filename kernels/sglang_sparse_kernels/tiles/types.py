@@ -2,7 +2,7 @@
 """The description of one prefill batch as tiles of queries."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,8 +34,8 @@ class TilePlan:
 
     def part(self, start: int, stop: int) -> "TilePlan":
         """Tiles [start, stop)."""
-        views = {f.name: getattr(self.rows, f.name)[start:stop] for f in fields(self.rows)}
-        return replace(self, rows=DecodePlan(**views), q_rows=self.q_rows[start:stop])
+        part = slice(start, stop)
+        return replace(self, rows=self.rows.part(part), q_rows=self.q_rows[part])
 
 
 def tile_tokens_of(tile: int, group: int, page_size: int) -> int:
@@ -109,7 +109,7 @@ def plan_tiles(
         k_units=units,
         reselect=(units > 0).int(),
         refresh=torch.zeros_like(units),
-        list_rows=number,
+        request_slots=number,
         update_start=firsts,
     )
     return TilePlan(

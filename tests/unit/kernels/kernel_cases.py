@@ -9,7 +9,16 @@ import torch
 from sglang_sparse_kernels import (
     DENSE_REQUEST,
     DecodePlan,
+    KeySketch,
+    KVView,
+    Lists,
+    PageCuboids,
     PlaneBuffers,
+    PlaneShape,
+    PlanRules,
+    RequestState,
+    Softmax,
+    TokenTable,
     budget_row,
     plan_decode,
     update_planes,
@@ -102,32 +111,56 @@ class Batch:
         plan = DecodePlan.allocate(len(self.lengths) + 1, self.max_pages, DEVICE)
         plan.page_table.fill_(2**24)
         plan = plan.rows(len(self.lengths))
-        plan_decode(
-            self.req_to_token,
-            self.req_slots,
-            self.seq_lens,
-            self.decode_start,
-            self.budgets,
-            page_size=self.page_size,
-            unit=self.unit,
-            capacity_units=self.capacity,
-            min_sparse_tokens=self.min_sparse,
-            reselect_every=self.reselect_every,
-            refresh_every=self.refresh_every,
-            plan=plan,
-            impl=impl,
-        )
+        self.fill_plan(plan, self.seq_lens, impl)
         return plan
+
+    def fill_plan(self, plan: DecodePlan, seq_lens: torch.Tensor, impl: str) -> None:
+        """Plan a step in which the rows are ``seq_lens`` long."""
+        rules = PlanRules(
+            self.page_size, self.unit, self.capacity, self.min_sparse, self.reselect_every,
+            self.refresh_every,
+        )  # fmt: skip
+        tokens = TokenTable(self.req_to_token, self.req_slots, seq_lens)
+        state = RequestState(self.decode_start, self.budgets)
+        plan_decode(tokens, state, rules, plan=plan, impl=impl)
+
+    @property
+    def kv(self) -> KVView:
+        """The first layer's KV rows, as the plan finds them."""
+        return self.kv_of(0)
+
+    def kv_of(self, layer: int) -> KVView:
+        """A layer's KV rows, as the plan finds them."""
+        return KVView(self.k[layer], self.v[layer], self.plan.page_table, self.page_size)
+
+    def softmax(self, logit_cap: float = 0.0) -> Softmax:
+        """The usual scale."""
+        return Softmax(self.dim**-0.5, logit_cap)
+
+    def lists(
+        self,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+        head_map: torch.Tensor | None = None,
+    ) -> Lists:
+        """Lists that are kept by request slot."""
+        return Lists(indices, counts, self.plan.request_slots, self.unit, head_map)
+
+    def sketch(self, planes: PlaneBuffers) -> KeySketch:
+        """The first layer's sketch."""
+        scale = planes.key_sketch_scale
+        return KeySketch(planes.key_sketch[0], None if scale is None else scale[0], self.page_size)
+
+    def cuboids(self, planes: PlaneBuffers) -> PageCuboids:
+        """The first layer's page bounds."""
+        return PageCuboids(planes.page_min[0], planes.page_max[0], self.unit, self.page_size)
 
     def make_planes(self, key_sketch: str | None, page_minmax: bool) -> PlaneBuffers:
         """Planes of every written position but the last of each row, NaN elsewhere."""
         planes = PlaneBuffers.allocate(
-            num_layers=self.layers,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            num_heads=self.heads,
-            head_dim=self.dim,
-            kv_dtype=self.dtype,
+            PlaneShape(
+                self.layers, self.num_pages, self.page_size, self.heads, self.dim, self.dtype
+            ),
             page_minmax=page_minmax,
             key_sketch=key_sketch,
             logical_page=max(self.unit, 16),
@@ -161,7 +194,7 @@ class Batch:
         plan = self.plan
         for row in range(len(self.lengths)):
             units = -(-int(plan.tail_start[row]) // self.unit)
-            kept, target = int(plan.k_units[row]), int(plan.list_rows[row])
+            kept, target = int(plan.k_units[row]), int(plan.request_slots[row])
             if kept:
                 counts[target] = kept
                 for head in range(self.heads):

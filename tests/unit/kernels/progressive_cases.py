@@ -10,16 +10,24 @@ from test_attend import naive_attention, rounding
 
 from sglang_sparse_kernels import (
     COUNTERS,
+    Always,
+    Lists,
+    MassStop,
+    Scores,
+    StopState,
     make_progressive_workspace,
-    num_items,
+    num_chunks,
+    num_stop_checks,
+    padded_blocks,
     page_bounds,
     progressive_decode_attention,
     rank_units,
-    remaining_bounds,
+    residual_bounds,
     select_topk,
 )
 
 SINK, RECENT = 4, 8
+ALWAYS = Always(SINK, RECENT)
 POISON = 2**30
 
 
@@ -31,8 +39,9 @@ class Setting:
     microbatch: int = 32
     share: str = "min"
     upper: bool = False
-    lowered: float = 0.0
+    margin: float = 0.0
     logit_cap: float = 0.0
+    output: bool = True
 
     def of(self, row: int) -> float:
         """What a row is asked for."""
@@ -109,48 +118,43 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: i
         "counters": torch.zeros(len(COUNTERS), dtype=torch.int64, device=DEVICE),
         "out": torch.full(batch.q.shape, NAN, dtype=dtype, device=DEVICE),
         "bounds": None,
-        "expected": torch.full((rows, batch.heads), expected, dtype=torch.int32, device=DEVICE),
+        "expected": torch.full(lists, expected, dtype=torch.int32, device=DEVICE),
     }
     heads = batch.heads * batch.group
-    items = num_items(batch.capacity, batch.unit, ask.microbatch)
-    workspace = make_progressive_workspace(rows + 1, heads, batch.heads, batch.dim, items, DEVICE)
-    for tensor in (workspace.partial, workspace.lse, workspace.least):
+    sizes = (batch.capacity, batch.unit, ask.microbatch)
+    workspace = make_progressive_workspace(
+        rows + 1, heads, batch.heads, batch.dim, num_chunks(*sizes), DEVICE
+    )
+    for tensor in (workspace.partial, workspace.lse, workspace.min_block):
         tensor.fill_(77.0)  # of the step before
-    workspace.there.fill_(5)
-    always = {"unit": batch.unit, "sink": SINK, "recent": RECENT}
-    scores = scores.to(work)
+    workspace.attended.fill_(5)
+    blocks = torch.full((*scores.shape[:2], padded_blocks(scores.shape[2])), NAN, device=DEVICE)
+    scored = Scores(scores.to(work), blocks)
+    counts = torch.zeros(rows, batch.heads, dtype=torch.int32, device=DEVICE)
     select_topk(  # its own tests hold its kernel to this
-        scores, replace(batch.plan, list_rows=own), out_indices=picked,
-        out_counts=torch.zeros(rows, batch.heads, dtype=torch.int32, device=DEVICE),
-        impl="torch", **always,
-    )  # fmt: skip
-    rank_units(
-        scores, batch.plan, picked, out_indices=got["indices"], out_counts=got["ranked"],
-        impl=impl, **always,
-    )  # fmt: skip
+        scored, batch.plan, Lists(picked, counts, own, batch.unit), always=ALWAYS, impl="torch"
+    )
+    ranking = batch.lists(got["indices"], got["ranked"])
+    rank_units(scored, batch.plan, picked, ranking, always=ALWAYS, impl=impl)
     if ask.upper:
-        page_planes = batch.make_planes(None, True)
+        cuboids = batch.cuboids(batch.make_planes(None, True))
         limits = torch.full((rows, batch.heads, batch.group, scores.shape[2]), NAN, dtype=work)
         limits = limits.to(DEVICE)
-        page_bounds(
-            batch.q, page_planes.page_min[0], page_planes.page_max[0], batch.plan,
-            unit=batch.unit, page_size=batch.page_size, out=limits, impl=impl,
+        page_bounds(batch.q, cuboids, batch.plan, out=limits, impl=impl)
+        shape = (*limits.shape[:3], num_stop_checks(*sizes))
+        got["bounds"] = torch.full(shape, NAN, dtype=work, device=DEVICE)
+        residual_bounds(
+            limits, scored, batch.plan, ranking, always=ALWAYS, microbatch=ask.microbatch,
+            softmax=batch.softmax(ask.logit_cap), margin=ask.margin, out=got["bounds"], impl=impl,
         )  # fmt: skip
-        looks = -(-batch.capacity * batch.unit // ask.microbatch) + 1
-        got["bounds"] = torch.full((*limits.shape[:3], looks), NAN, dtype=work, device=DEVICE)
-        remaining_bounds(
-            limits, scores, batch.plan, got["indices"], got["ranked"], microbatch=ask.microbatch,
-            sm_scale=batch.dim**-0.5, logit_cap=ask.logit_cap, lowered=ask.lowered,
-            out=got["bounds"], impl=impl, **always,
-        )  # fmt: skip
+    stop = MassStop(ALWAYS, ask.microbatch, ask.share, ask.shares(rows), got["bounds"])
+    state = StopState(got["reached"], got["expected"], got["counters"])
+    options = {"softmax": batch.softmax(ask.logit_cap), "workspace": workspace, "impl": impl}
     progressive_decode_attention(
-        batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
-        got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
-        epsilons=ask.shares(rows), share=ask.share, rest_bounds=got["bounds"],
-        sm_scale=batch.dim**-0.5, logit_cap=ask.logit_cap, out=got["out"],
-        counters=got["counters"], expected=got["expected"], expected_rows=own,
-        workspace=workspace, impl=impl, **always,
+        batch.q, batch.kv, batch.plan, ranking, stop, state,
+        out=got["out"] if ask.output else None, **options,
     )  # fmt: skip
+    got["expected"] = got["expected"][batch.plan.request_slots.long()]
     return got
 
 
@@ -234,7 +238,7 @@ def check(batch: Batch, scores: torch.Tensor, got: dict, ask: Setting) -> list[i
     plan, want = batch.plan, dict.fromkeys(COUNTERS, 0)
     stops, lists = [], (got["indices"].clone(), got["reached"].clone())
     for row in range(len(batch.lengths)):
-        target = int(plan.list_rows[row])
+        target = int(plan.request_slots[row])
         for head in range(batch.heads):
             if plan.k_units[row] == 0:
                 continue

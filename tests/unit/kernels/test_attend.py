@@ -8,7 +8,7 @@ import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget
 from kernel_cases import DEVICE, NAN, Batch
 
-from sglang_sparse_kernels import gathered_decode_attention, make_workspace
+from sglang_sparse_kernels import Softmax, gathered_decode_attention, make_workspace
 
 # lengths, page size, heads, group, dim, dtype, unit, cadence
 CASES = [
@@ -45,7 +45,7 @@ def naive_attention(
     indices, counts = lists
     plan, size, out = batch.plan, batch.page_size, torch.zeros_like(batch.q, dtype=dtype)
     for row in range(len(batch.lengths)):
-        tail, target = int(plan.tail_start[row]), int(plan.list_rows[row])
+        tail, target = int(plan.tail_start[row]), int(plan.request_slots[row])
         for head in range(batch.heads):
             seen = []
             if plan.k_units[row] > 0:
@@ -70,9 +70,8 @@ def attend(batch: Batch, lists: tuple, impl: str, logit_cap: float = 0.0) -> tor
         len(batch.lengths), batch.heads * batch.group, batch.heads, batch.dim, DEVICE
     ).fill_(NAN)
     gathered_decode_attention(
-        batch.q, batch.k[0], batch.v[0], batch.plan, *lists,
-        unit=batch.unit, page_size=batch.page_size, sm_scale=batch.dim**-0.5,
-        logit_cap=logit_cap, out=out, workspace=workspace, impl=impl,
+        batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=batch.softmax(logit_cap),
+        out=out, workspace=workspace, impl=impl,
     )  # fmt: skip
     return out
 
@@ -130,7 +129,9 @@ def test_a_budget_above_the_context_equals_dense(impl: str, unit: int) -> None:
 def test_counts_may_differ_between_heads_and_be_zero(impl: str) -> None:
     batch = make_batch(([111, 200], 32, 3, 2, 64, torch.bfloat16, 1, 2))
     indices, counts = batch.random_lists()
-    counts[batch.plan.list_rows[0].long()] = torch.tensor([0, 7, 40], dtype=torch.int32).to(DEVICE)
+    counts[batch.plan.request_slots[0].long()] = torch.tensor([0, 7, 40], dtype=torch.int32).to(
+        DEVICE
+    )
     exact = naive_attention(batch, (indices, counts), torch.float64)
     eager = naive_attention(batch, (indices, counts), batch.dtype)
     got = attend(batch, (indices, counts), impl)
@@ -149,8 +150,8 @@ def test_any_number_of_splits_gives_the_same_attention(
     out = torch.full_like(batch.q, NAN)
     workspace = torch.full((3 * 4 * splits * 65,), NAN, device=DEVICE)
     gathered_decode_attention(
-        batch.q, batch.k[0], batch.v[0], batch.plan, *lists,
-        unit=1, page_size=64, sm_scale=0.125, out=out, workspace=workspace, impl="triton",
+        batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=Softmax(0.125), out=out,
+        workspace=workspace, impl="triton",
     )  # fmt: skip
     exact = naive_attention(batch, lists, torch.float64)
     eager = naive_attention(batch, lists, batch.dtype)
@@ -158,9 +159,8 @@ def test_any_number_of_splits_gives_the_same_attention(
     if splits > 1:
         with pytest.raises(ValueError, match="workspace holds"):
             gathered_decode_attention(
-                batch.q, batch.k[0], batch.v[0], batch.plan, *lists,
-                unit=1, page_size=64, sm_scale=0.125, out=out, workspace=workspace[1:],
-                impl="triton",
+                batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=Softmax(0.125),
+                out=out, workspace=workspace[1:], impl="triton",
             )  # fmt: skip
 
 
@@ -191,8 +191,8 @@ def test_a_head_attends_to_the_list_that_it_is_mapped_to(impl: str, head_map: li
     )
     out = torch.full_like(batch.q, NAN)
     gathered_decode_attention(
-        batch.q, batch.k[0], batch.v[0], batch.plan, *lists, head_map=taken,
-        unit=1, page_size=64, sm_scale=batch.dim**-0.5, out=out, impl=impl,
+        batch.q, batch.kv, batch.plan, batch.lists(*lists, taken), softmax=batch.softmax(),
+        out=out, impl=impl,
         workspace=make_workspace(3, 12, 3, 64, DEVICE).fill_(NAN),
     )  # fmt: skip
     mapped = indices[:, head_map], counts[:, head_map]

@@ -13,6 +13,9 @@ from sglang_sparse_kernels import (
     COUNTS,
     DENSE_REQUEST,
     DecodePlan,
+    PlanRules,
+    RequestState,
+    TokenTable,
     budget_row,
     count_decode,
     plan_decode,
@@ -27,7 +30,7 @@ def naive_counts(
     """What the lists hold, row by row, by the positions that they name."""
     found = dict.fromkeys(COUNTS, 0)
     for row in range(plan.num_rows):
-        slot, length = int(plan.list_rows[row]), int(plan.seq_lens[row])
+        slot, length = int(plan.request_slots[row]), int(plan.seq_lens[row])
         if slot == 0:
             continue
         tail, units = int(plan.tail_start[row]), int(plan.k_units[row])
@@ -62,7 +65,7 @@ def test_counts_add_up_over_steps_and_skip_padding(impl: str, seed: int) -> None
     start[slots[0]] = DENSE_REQUEST if seed else 0
     table = torch.zeros((rows + 4, 1024), dtype=torch.int32, device=DEVICE)
     plan = DecodePlan.allocate(rows + 3, 16, DEVICE)
-    for name in ("seq_lens", "tail_start", "k_units", "list_rows", "reselect", "refresh"):
+    for name in ("seq_lens", "tail_start", "k_units", "request_slots", "reselect", "refresh"):
         getattr(plan, name).fill_(77)  # rows beyond the batch
     plan = plan.rows(rows)
     sums = torch.tensor([2**40] * len(COUNTS), device=DEVICE)
@@ -70,17 +73,9 @@ def test_counts_add_up_over_steps_and_skip_padding(impl: str, seed: int) -> None
     for _ in range(5):
         lengths = torch.tensor([source.randrange(1, 1024) for _ in range(rows)], device=DEVICE)
         plan_decode(
-            table,
-            torch.tensor(slots, device=DEVICE),
-            lengths,
-            start,
-            budgets,
-            page_size=64,
-            unit=unit,
-            capacity_units=capacity,
-            min_sparse_tokens=100,
-            reselect_every=3,
-            refresh_every=2,
+            TokenTable(table, torch.tensor(slots, device=DEVICE), lengths),
+            RequestState(start, budgets),
+            PlanRules(64, unit, capacity, 100, reselect_every=3, refresh_every=2),
             plan=plan,
             impl="torch",
         )

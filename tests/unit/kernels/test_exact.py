@@ -11,14 +11,16 @@ from kernel_cases import DEVICE, NAN, Batch
 
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
+    Always,
     ExactWorkspace,
+    Scores,
     exact_score,
     gathered_decode_attention,
     make_exact_workspace,
+    make_scores,
     make_topk_workspace,
     make_workspace,
     padded_blocks,
-    plan_decode,
     select_topk,
 )
 
@@ -89,9 +91,8 @@ def score(
     workspace.logits.fill_(NAN)
     workspace.partials.fill_(NAN)
     exact_score(
-        batch.q, batch.k[0], batch.plan, page_size=batch.page_size, sm_scale=batch.dim**-0.5,
-        logit_cap=logit_cap, pool=pool, out=out, block_max=block_max, workspace=workspace,
-        impl=impl,
+        batch.q, batch.kv, batch.plan, softmax=batch.softmax(logit_cap), pool=pool,
+        out=Scores(out, block_max), workspace=workspace, impl=impl,
     )  # fmt: skip
     return out, block_max
 
@@ -102,6 +103,7 @@ def test_reference_is_the_pooled_softmax(case: tuple, pool: str, logit_cap: floa
     batch = make_batch(case)
     want, _ = naive(batch, pool, logit_cap)
     batch.q, batch.k = batch.q.double(), [k.double() for k in batch.k]
+    batch.v = batch.k
     got, _ = score(batch, pool, "torch", logit_cap)
     torch.testing.assert_close(got[..., : want.shape[2]], want)
     assert (got[..., want.shape[2] :] == UNTOUCHED).all()
@@ -145,19 +147,19 @@ def test_any_number_of_splits_gives_the_same_scores(
     batch = make_batch(([511, 1, 170], 64, 1, 4, 64, torch.bfloat16, 1))
     batch.plan = replace(batch.plan, reselect=torch.ones_like(batch.plan.reselect))
     want, size = naive(batch, "group", 0.0)
-    out = torch.full((3, 1, 512), UNTOUCHED, device=DEVICE)
+    out = make_scores(3, 1, 512, DEVICE)
     workspace = ExactWorkspace(
         torch.full((3, 4, 512), NAN, device=DEVICE),
         torch.full((3 * 4 * splits * 2,), NAN, device=DEVICE),
     )
-    options = {"page_size": 64, "sm_scale": 0.125, "pool": "group", "out": out, "impl": "triton"}
-    exact_score(batch.q, batch.k[0], batch.plan, workspace=workspace, **options)
+    options = {"softmax": batch.softmax(), "pool": "group", "out": out, "impl": "triton"}
+    exact_score(batch.q, batch.kv, batch.plan, workspace=workspace, **options)
     inside = want != UNTOUCHED
     slack = 2 * dot_rounding(size, 64) + 2.0**-16
-    assert ((out[..., :511].double() - want).abs() <= slack)[inside].all()
+    assert ((out.values[..., :511].double() - want).abs() <= slack)[inside].all()
     short = ExactWorkspace(workspace.logits, workspace.partials[1:])
     with pytest.raises(ValueError, match="workspace holds"):
-        exact_score(batch.q, batch.k[0], batch.plan, workspace=short, **options)
+        exact_score(batch.q, batch.kv, batch.plan, workspace=short, **options)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -183,7 +185,7 @@ class Anchor:
         )
         rows, width = len(batch.lengths), batch.max_pages * batch.page_size
         self.seq_lens = batch.seq_lens.clone()
-        self.scores = torch.full((rows, 2, width), UNTOUCHED, device=DEVICE)
+        self.scores = make_scores(rows, 2, width, DEVICE)
         self.exact = make_exact_workspace(rows, 8, 2, width, DEVICE)
         self.topk = make_topk_workspace(rows, 2, width, batch.capacity, DEVICE)
         state = (batch.list_rows, 2)
@@ -195,24 +197,20 @@ class Anchor:
 
     def step(self) -> None:
         batch, plan = self.batch, self.batch.plan
-        plan_decode(
-            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start, batch.budgets,
-            page_size=32, unit=1, capacity_units=batch.capacity, min_sparse_tokens=48,
-            reselect_every=1, refresh_every=1, plan=plan, impl=self.impl,
-        )  # fmt: skip
+        batch.fill_plan(plan, self.seq_lens, self.impl)
         exact_score(
-            batch.q, batch.k[0], plan, page_size=32, sm_scale=0.125, pool="group", out=self.scores,
-            block_max=self.topk.block_max, workspace=self.exact, impl=self.impl,
+            batch.q, batch.kv, plan, softmax=batch.softmax(), pool="group", out=self.scores,
+            workspace=self.exact, impl=self.impl,
         )  # fmt: skip
         select_topk(
-            self.scores, plan, unit=1, sink=4, recent=8, out_indices=self.indices,
-            out_counts=self.counts, workspace=self.topk, has_block_max=True, impl=self.impl,
+            self.scores, plan, batch.lists(self.indices, self.counts), always=Always(4, 8),
+            workspace=self.topk, impl=self.impl,
         )  # fmt: skip
         for layer, head_map in enumerate((None, self.head_map)):
             gathered_decode_attention(
-                batch.q, batch.k[layer], batch.v[layer], plan, self.indices, self.counts,
-                unit=1, page_size=32, sm_scale=0.125, head_map=head_map, out=self.out[layer],
-                workspace=self.workspace, impl=self.impl,
+                batch.q, batch.kv_of(layer), plan,
+                batch.lists(self.indices, self.counts, head_map), softmax=batch.softmax(),
+                out=self.out[layer], workspace=self.workspace, impl=self.impl,
             )  # fmt: skip
 
 

@@ -10,6 +10,9 @@ from kernel_cases import DEVICE, Batch
 from sglang_sparse_kernels import (
     DENSE_REQUEST,
     DecodePlan,
+    PlanRules,
+    RequestState,
+    TokenTable,
     budget_row,
     plan_decode,
     snapshot_page_table,
@@ -86,11 +89,12 @@ def test_plan_equals_the_contract_row_by_row(impl: str, seed: int) -> None:
     for field in fields(plan):
         getattr(plan, field.name).fill_(-77)
     view = plan.rows(ROWS)
-    plan_decode(table, slots, lengths, start, budgets, plan=view, impl=impl, **settings)
+    tokens, state = TokenTable(table, slots, lengths), RequestState(start, budgets)
+    plan_decode(tokens, state, PlanRules(**settings), plan=view, impl=impl)
     for row in range(ROWS):
         length = int(lengths[row])
         want = naive_plan(length, int(start[slots[row]]), rows[int(slots[row])], settings)
-        want["list_rows"] = int(slots[row])
+        want["request_slots"] = int(slots[row])
         assert {name: int(getattr(view, name)[row]) for name in want} == want
         pages = -(-length // page_size)
         expected = table[slots[row], :length:page_size] // page_size
@@ -103,7 +107,8 @@ def test_plan_equals_the_contract_row_by_row(impl: str, seed: int) -> None:
 def test_snapshot_copies_only_the_pages_in_use(impl: str) -> None:
     table, slots, lengths, _ = random_requests(9, 64, torch.int64)
     out = torch.full((ROWS, 13), -5, dtype=torch.int32, device=DEVICE)
-    snapshot_page_table(table, slots, lengths, page_size=64, out=out, impl=impl)
+    tokens = TokenTable(table, slots, lengths)
+    snapshot_page_table(tokens, page_size=64, out=out, impl=impl)
     for row in range(ROWS):
         pages = min(-(-int(lengths[row]) // 64), 13)
         assert torch.equal(out[row, :pages], (table[slots[row], ::64] // 64)[:pages])
@@ -143,18 +148,17 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
         "min_sparse_tokens": 0,
         "reselect_every": 1,
         "refresh_every": 1,
-        "budgets": batch.budgets,
-        "impl": "torch",
     }
+    asked = {"budgets": batch.budgets, "impl": "torch"} | change
+    settings |= {name: asked.pop(name) for name in settings if name in asked}
+    tokens = TokenTable(batch.req_to_token, batch.req_slots, batch.seq_lens)
+
+    def planned() -> None:
+        state = RequestState(batch.decode_start, asked["budgets"])
+        plan_decode(tokens, state, PlanRules(**settings), plan=batch.plan, impl=asked["impl"])
+
     with pytest.raises(ValueError, match=message):
-        plan_decode(
-            batch.req_to_token,
-            batch.req_slots,
-            batch.seq_lens,
-            batch.decode_start,
-            plan=batch.plan,
-            **settings | change,
-        )
+        planned()
 
 
 @pytest.mark.parametrize(("floor", "fraction"), [(-1, 0.0), (2**31, 0.0), (1, 1.5), (1, -0.1)])

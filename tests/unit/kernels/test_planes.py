@@ -8,7 +8,7 @@ import torch
 from error_budget import UNIT_ROUNDOFF, dot_rounding
 from kernel_cases import DEVICE, Batch, poison
 
-from sglang_sparse_kernels import PlaneBuffers, quantize_sketch, update_planes
+from sglang_sparse_kernels import PlaneBuffers, PlaneShape, quantize_sketch, update_planes
 from sglang_sparse_kernels.planes import by_page, sketch_values
 
 SKETCHES = ("fp8", "int8", "int4", "bf16")
@@ -16,12 +16,9 @@ SKETCHES = ("fp8", "int8", "int4", "bf16")
 
 def fresh_planes(batch: Batch, sketch: str | None, mean: bool = False) -> PlaneBuffers:
     planes = PlaneBuffers.allocate(
-        num_layers=batch.layers,
-        num_pages=batch.num_pages,
-        page_size=batch.page_size,
-        num_heads=batch.heads,
-        head_dim=batch.dim,
-        kv_dtype=batch.dtype,
+        PlaneShape(
+            batch.layers, batch.num_pages, batch.page_size, batch.heads, batch.dim, batch.dtype
+        ),
         page_minmax=True,
         page_mean=mean,
         key_sketch=sketch,

@@ -9,12 +9,11 @@ import torch
 from error_budget import assert_within_budget
 from kernel_cases import DEVICE, NAN
 from progressive_cases import (
+    ALWAYS,
     CASES,
     KINDS,
     PAIRS,
     POISON,
-    RECENT,
-    SINK,
     Setting,
     check,
     in_double,
@@ -29,8 +28,12 @@ from test_attend import naive_attention, rounding
 
 from sglang_sparse_kernels import (
     COUNTERS,
+    MassStop,
+    Scores,
+    StopState,
     make_progressive_workspace,
-    num_items,
+    num_chunks,
+    padded_blocks,
     progressive_decode_attention,
     rank_units,
 )
@@ -41,7 +44,7 @@ from sglang_sparse_kernels.progressive.reference import prologue_units
 @pytest.fixture(autouse=True)
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few parts of what is attended to in any case, so that dense rows' hold several tiles."""
-    monkeypatch.setattr(kernel, "MAX_PARTS", 3)
+    monkeypatch.setattr(kernel, "MAX_PROLOGUE_CHUNKS", 3)
 
 
 @pytest.mark.parametrize(("impl", "kind", "case"), PAIRS)
@@ -74,7 +77,7 @@ def test_with_bounds_the_mass_reached_is_never_less_than_asked_for(
     for row in range(len(batch.lengths)):
         mass = unit_masses(batch, row, logit_cap)
         for head in range(batch.heads if mass.shape[-1] else 0):
-            target = int(batch.plan.list_rows[row])
+            target = int(batch.plan.request_slots[row])
             count = int(got["reached"][target, head])
             listed = got["indices"][target, head, :count].long()
             tail = tail_mass(batch, row, logit_cap)[head]
@@ -113,7 +116,7 @@ def test_lowered_bounds_are_an_estimate_that_ends_rows_earlier(impl: str) -> Non
     if impl == "torch":
         in_double(batch)
     scores, whole = shape_keys(batch, "peaked"), Setting(0.7, 32, upper=True)
-    ask = replace(whole, lowered=2.0)
+    ask = replace(whole, margin=2.0)
     bound, estimate = run(batch, scores, whole, impl), run(batch, scores, ask, impl)
     raised = estimate["bounds"] + 2.0 / math.log(2)
     torch.testing.assert_close(raised, bound["bounds"], equal_nan=True, rtol=1e-5, atol=1e-5)
@@ -147,7 +150,7 @@ def test_what_was_expected_and_who_attends_change_no_bit(monkeypatch: pytest.Mon
     took = first["expected"]
     for row in range(2):
         before = prologue_units(naive_order(batch, scores, row, 0)[1], 2)
-        blocks = first["reached"][batch.plan.list_rows[row].long()] - before
+        blocks = first["reached"][batch.plan.request_slots[row].long()] - before
         assert torch.equal(took[row], -(-blocks // 2).int())
     most = int(took.max())
     assert 1 < most < 10
@@ -239,7 +242,7 @@ def test_each_row_reaches_the_share_that_it_is_asked_for(impl: str) -> None:
     check(batch, scores, got, mixed)
     for row, epsilon in enumerate((0.3, 0.8)):  # a row stops as if all were asked for the same
         alone = run(batch, scores, Setting(epsilon, 16), "torch")
-        at = int(batch.plan.list_rows[row])
+        at = int(batch.plan.request_slots[row])
         assert torch.equal(got["reached"][at], alone["reached"][at])
 
 
@@ -251,7 +254,7 @@ def test_rows_stop_at_very_different_depths_and_a_cap_is_counted(impl: str) -> N
     scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 32)
     got = run(batch, scores, ask, impl)
     stops = check(batch, scores, got, ask) if impl == "triton" else None
-    reached = got["reached"][batch.plan.list_rows.long(), 0].tolist()
+    reached = got["reached"][batch.plan.request_slots.long(), 0].tolist()
     assert stops is None or stops == reached
     assert reached[1] == 20
     assert reached[0] < 12
@@ -270,7 +273,7 @@ def test_rows_between_selections_keep_their_ranking_and_stop_anew(impl: str) -> 
     batch.plan.reselect.fill_(1)
     batch.q[0] *= 0.02
     flat = run(batch, scores, ask, impl)
-    target = int(batch.plan.list_rows[0])
+    target = int(batch.plan.request_slots[0])
     assert torch.equal(flat["indices"], first["indices"])
     assert flat["reached"][target, 0] > first["reached"][target, 0]
 
@@ -284,7 +287,7 @@ def test_broken_numbers_stay_inside_their_buffers(broken: str) -> None:
     else:
         batch.q.fill_(NAN if broken == "nan query" else float("inf"))
     got = run(batch, scores, Setting(0.9, 16), "triton")
-    for row in batch.plan.list_rows.tolist():
+    for row in batch.plan.request_slots.tolist():
         assert 0 <= int(got["reached"][row, 0]) <= int(got["ranked"][row, 0]) <= 12
 
 
@@ -299,6 +302,22 @@ def test_bad_arguments_are_refused() -> None:
             run(batch, scores, ask, "torch")
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("upper", [False, True])
+def test_without_an_output_the_same_stops_are_found_and_no_value_is_read(
+    impl: str, upper: bool
+) -> None:
+    batch = make_batch(([333, 90, 30], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
+    scores, ask = shape_keys(batch, "peaked"), Setting(0.9, 32, upper=upper)
+    whole = run(batch, scores, ask, impl)
+    batch.v[0].fill_(NAN)
+    found = run(batch, scores, replace(ask, output=False), impl)
+    for name in ("reached", "counters", "expected"):
+        assert torch.equal(found[name], whole[name]), name
+    assert found["out"].isnan().all()
+    assert not whole["out"].isnan().any()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_captured_step_stops_where_the_numbers_of_the_replay_say() -> None:
@@ -311,26 +330,23 @@ def test_a_captured_step_stops_where_the_numbers_of_the_replay_say() -> None:
         batch.q.copy_(q)
         eager[name] = run(batch, scores, ask, "triton")
     rows, heads = len(batch.lengths), batch.heads * batch.group
-    items = num_items(batch.capacity, batch.unit, ask.microbatch)
-    workspace = make_progressive_workspace(rows, heads, batch.heads, batch.dim, items, DEVICE)
+    chunks = num_chunks(batch.capacity, batch.unit, ask.microbatch)
+    workspace = make_progressive_workspace(rows, heads, batch.heads, batch.dim, chunks, DEVICE)
     got = {name: tensor.clone() for name, tensor in eager["flat"].items() if tensor is not None}
-    slots = batch.plan.list_rows.long()
+    slots = batch.plan.request_slots.long()
     picked = got["indices"][slots].sort(-1).values.contiguous()
-    always = {"unit": batch.unit, "sink": SINK, "recent": RECENT, "impl": "triton"}
-    shares = ask.shares(rows)
-    own = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    ranking = batch.lists(got["indices"], got["ranked"])
+    stop = MassStop(ALWAYS, ask.microbatch, ask.share, ask.shares(rows))
+    expected = torch.ones_like(got["reached"])
+    state = StopState(got["reached"], expected, got["counters"])
+    blocks = (*scores.shape[:2], padded_blocks(scores.shape[2]))
+    scored = Scores(scores, torch.zeros(blocks, device=DEVICE))
 
     def step() -> None:
-        rank_units(
-            scores, batch.plan, picked, out_indices=got["indices"], out_counts=got["ranked"],
-            **always,
-        )  # fmt: skip
+        rank_units(scored, batch.plan, picked, ranking, always=ALWAYS, impl="triton")
         progressive_decode_attention(
-            batch.q, batch.k[0], batch.v[0], batch.plan, got["indices"], got["ranked"],
-            got["reached"], page_size=batch.page_size, microbatch=ask.microbatch,
-            epsilons=shares, share=ask.share, sm_scale=batch.dim**-0.5, out=got["out"],
-            counters=got["counters"], expected=got["expected"], expected_rows=own,
-            workspace=workspace, **always,
+            batch.q, batch.kv, batch.plan, ranking, stop, state, softmax=batch.softmax(),
+            out=got["out"], workspace=workspace, impl="triton",
         )  # fmt: skip
 
     step()

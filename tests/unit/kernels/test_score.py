@@ -8,7 +8,11 @@ from kernel_cases import DEVICE, Batch
 
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
+    Always,
+    KeySketch,
+    PageCuboids,
     PlaneBuffers,
+    Scores,
     dequantize_sketch,
     make_topk_workspace,
     padded_blocks,
@@ -51,7 +55,7 @@ def make_batch(shape: tuple, **options: object) -> Batch:
 def random_channels(batch: Batch, kept: int) -> torch.Tensor:
     """Distinct ascending channels in the rows in use, far out of range elsewhere."""
     channels = torch.full((batch.list_rows, batch.heads, kept), 2**30, dtype=torch.int32)
-    for row in batch.plan.list_rows[batch.plan.k_units > 0].tolist():
+    for row in batch.plan.request_slots[batch.plan.k_units > 0].tolist():
         for head in range(batch.heads):
             chosen = torch.randperm(batch.dim, generator=batch.rng)[:kept]
             channels[row, head] = chosen.sort().values.int()
@@ -66,15 +70,15 @@ def test_channels_carry_the_largest_query_magnitude(impl: str, shape: tuple, kep
     channels = torch.full((batch.list_rows, batch.heads, kept), -9, dtype=torch.int32)
     channels = channels.to(DEVICE)
     plan = batch.plan
-    select_channels(batch.q, channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
+    select_channels(batch.q, channels, plan, impl=impl)
     refreshed = set()
     for row in range(len(batch.lengths)):
         if plan.refresh[row] == 0:
             continue
-        refreshed.add(int(plan.list_rows[row]))
+        refreshed.add(int(plan.request_slots[row]))
         for head in range(batch.heads):
             mine = batch.q[row].view(batch.heads, batch.group, -1)[head].double().abs().sum(0)
-            got = channels[plan.list_rows[row], head].long()
+            got = channels[plan.request_slots[row], head].long()
             assert (got[1:] > got[:-1]).all()
             rest = torch.ones(batch.dim, dtype=torch.bool, device=DEVICE)
             rest[got] = False
@@ -91,8 +95,8 @@ def test_of_equal_channels_the_lower_index_wins(impl: str) -> None:
     batch.q[0, 1, 40] = -3.0
     channels = torch.zeros((batch.list_rows, 1, 4), dtype=torch.int32, device=DEVICE)
     plan = batch.plan
-    select_channels(batch.q, channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
-    assert channels[plan.list_rows[0], 0].tolist() == [0, 1, 2, 40]
+    select_channels(batch.q, channels, plan, impl=impl)
+    assert channels[plan.request_slots[0], 0].tolist() == [0, 1, 2, 40]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -103,41 +107,39 @@ def test_scoring_may_choose_the_channels_itself(impl: str, reselect_every: int) 
     plan, planes = batch.plan, batch.make_planes("fp8", page_minmax=False)
     before = random_channels(batch, 16)
     apart, together = before.clone(), before.clone()
-    want, _ = outputs(batch, 1)
-    got, _ = outputs(batch, 1)
-    select_channels(batch.q, apart, plan.list_rows, plan.refresh, plan.k_units, impl=impl)
-    options = {"page_size": 64, "reduce": "max", "impl": impl}
-    sketch_score(batch.q, apart, planes.key_sketch[0], None, plan, out=want, **options)
+    want, got = outputs(batch, 1), outputs(batch, 1)
+    select_channels(batch.q, apart, plan, impl=impl)
+    sketch = batch.sketch(planes)
+    sketch_score(batch.q, apart, sketch, plan, reduce="max", out=want, impl=impl)
     sketch_score(
-        batch.q, together, planes.key_sketch[0], None, plan,
-        out=got, choose_channels=True, **options,
-    )  # fmt: skip
+        batch.q, together, sketch, plan, reduce="max", out=got, choose_channels=True, impl=impl
+    )
     assert torch.equal(together, apart)
     assert not torch.equal(apart, before)
-    assert torch.equal(got, want)
+    assert torch.equal(got.values, want.values)
 
 
 def score_width(batch: Batch, unit: int) -> int:
     return -(-max(batch.lengths) // unit) + 3
 
 
-def outputs(batch: Batch, unit: int) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs(batch: Batch, unit: int) -> Scores:
     shape = (len(batch.lengths), batch.heads)
     width = score_width(batch, unit)
     scores = torch.full((*shape, width), UNTOUCHED, device=DEVICE)
     block_max = torch.full((*shape, padded_blocks(width)), UNTOUCHED, device=DEVICE)
-    return scores, block_max
+    return Scores(scores, block_max)
 
 
 def check_scores(
     batch: Batch,
     unit: int,
-    got: tuple[torch.Tensor, torch.Tensor],
+    got: Scores,
     exact: torch.Tensor,
     slack: torch.Tensor,
 ) -> None:
     """Scores within ``slack`` of ``exact`` inside the domain, nothing written outside of it."""
-    scores, block_max = got
+    scores, block_max = got.values, got.block_max
     for row in range(len(batch.lengths)):
         scored = bool(batch.plan.reselect[row]) and bool(batch.plan.k_units[row] > 0)
         units = -(-int(batch.plan.tail_start[row]) // unit) if scored else 0
@@ -164,7 +166,7 @@ def naive_sketch_scores(
         if plan.k_units[row] == 0:
             continue
         query = batch.q[row].view(batch.heads, batch.group, -1).double()
-        kept = channels[plan.list_rows[row]].long()
+        kept = channels[plan.request_slots[row]].long()
         for position in range(int(plan.tail_start[row])):
             page = int(plan.page_table[row, position // size])
             for head in range(batch.heads):
@@ -184,12 +186,11 @@ def test_sketch_reference_equals_a_loop_over_tokens(sketch: str, shape: tuple, r
     planes = batch.make_planes(sketch, page_minmax=False)
     channels = random_channels(batch, 16)
     exact, magnitude = naive_sketch_scores(batch, planes, channels, reduce)
-    scores, _ = outputs(batch, 1)
-    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
+    out = outputs(batch, 1)
     sketch_score(
-        batch.q, channels, planes.key_sketch[0], scale, batch.plan,
-        page_size=batch.page_size, reduce=reduce, out=scores, impl="torch",
-    )  # fmt: skip
+        batch.q, channels, batch.sketch(planes), batch.plan, reduce=reduce, out=out, impl="torch"
+    )
+    scores = out.values
     slack = dot_rounding(magnitude, 16 * batch.group)
     for row in range(len(batch.lengths)):
         tokens = int(batch.plan.tail_start[row])
@@ -211,10 +212,10 @@ def float64_sketch_scores(
     )
     if absolute:
         query, dense = query.abs(), dense.abs()
+    sketch = KeySketch(dense, None, batch.page_size)
     sketch_score(
-        query, channels, dense, None, batch.plan,
-        page_size=batch.page_size, reduce=reduce, out=out, impl="torch",
-    )  # fmt: skip
+        query, channels, sketch, batch.plan, reduce=reduce, out=Scores(out, out), impl="torch"
+    )
     return out
 
 
@@ -229,11 +230,10 @@ def test_sketch_kernel_is_within_its_rounding_of_float64(
     batch = make_batch(shape, reselect_every=reselect_every, dense_rows=(len(shape[0]) - 1,))
     planes = batch.make_planes(sketch, page_minmax=False)
     channels = random_channels(batch, kept)
-    scores, block_max = outputs(batch, 1)
-    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
+    scores = outputs(batch, 1)
     sketch_score(
-        batch.q, channels, planes.key_sketch[0], scale, batch.plan,
-        page_size=batch.page_size, reduce=reduce, out=scores, block_max=block_max, impl="triton",
+        batch.q, channels, batch.sketch(planes), batch.plan, reduce=reduce, out=scores,
+        impl="triton",
     )  # fmt: skip
     exact = float64_sketch_scores(batch, planes, channels, reduce, absolute=False)
     magnitude = float64_sketch_scores(batch, planes, channels, reduce, absolute=True)
@@ -245,7 +245,7 @@ def test_sketch_kernel_is_within_its_rounding_of_float64(
         slack += 2 * (kept + 1) * UNIT_ROUNDOFF[torch.float16] * magnitude
         largest = batch.q.double().abs().amax((1, 2))[:, None, None]
         slack += (magnitude.amax(-1, keepdim=True) + 2 * kept * batch.group * largest) * 2.0**-24
-    check_scores(batch, 1, (scores, block_max), exact, slack)
+    check_scores(batch, 1, scores, exact, slack)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -258,14 +258,14 @@ def test_sums_of_many_large_fp8_keys_are_finite(kept: int, sign: float, largest:
     batch.q.fill_(sign * largest)
     planes = batch.make_planes("fp8", page_minmax=False)
     channels = random_channels(batch, kept)
-    scores, block_max = outputs(batch, 1)
+    scores = outputs(batch, 1)
     sketch_score(
-        batch.q, channels, planes.key_sketch[0], None, batch.plan,
-        page_size=64, reduce="max", out=scores, block_max=block_max, impl="triton",
+        batch.q, channels, batch.sketch(planes), batch.plan, reduce="max", out=scores,
+        impl="triton",
     )  # fmt: skip
     exact = float64_sketch_scores(batch, planes, channels, "max", absolute=False)
     slack = 2 * kept * UNIT_ROUNDOFF[torch.float16] * exact.abs()
-    check_scores(batch, 1, (scores, block_max), exact, slack)
+    check_scores(batch, 1, scores, exact, slack)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -286,19 +286,14 @@ def test_scores_that_are_no_finite_numbers_rank_as_defined(
     keys[64:80, :, 7] = float("nan")
     batch.k[0][slots[:700]] = keys[:700].to(batch.k[0])
     planes = batch.make_planes("bf16", page_minmax=True)
-    scores, block_max = outputs(batch, unit)
-    options = {"page_size": 64, "reduce": reduce, "out": scores, "impl": impl}
+    found = outputs(batch, unit)
+    options = {"reduce": reduce, "out": found, "impl": impl}
     if score == "sketch":
         channels = random_channels(batch, 64)
-        sketch_score(
-            batch.q, channels, planes.key_sketch[0], None, batch.plan,
-            block_max=block_max, **options,
-        )  # fmt: skip
+        sketch_score(batch.q, channels, batch.sketch(planes), batch.plan, **options)
     else:
-        page_minmax_score(
-            batch.q, planes.page_min[0], planes.page_max[0], batch.plan,
-            unit=unit, block_max=block_max, **options,
-        )  # fmt: skip
+        page_minmax_score(batch.q, batch.cuboids(planes), batch.plan, **options)
+    scores = found.values
     largest = torch.finfo(torch.float32).max
     for first, want in ((32, largest), (320, largest), (640, -torch.inf), (64, -torch.inf)):
         assert (scores[0, :, first // unit : (first + 16) // unit] == want).all()
@@ -306,15 +301,14 @@ def test_scores_that_are_no_finite_numbers_rank_as_defined(
     assert scores[0, :, :tail].max() == largest
 
     workspace = make_topk_workspace(1, batch.heads, scores.shape[2], 80 // unit, DEVICE)
-    workspace.block_max.copy_(block_max)
     shape = (batch.list_rows, batch.heads)
     indices = torch.zeros((*shape, 80 // unit), dtype=torch.int32, device=DEVICE)
     counts = torch.zeros(shape, dtype=torch.int32, device=DEVICE)
     select_topk(
-        scores, batch.plan, unit=unit, sink=16, recent=32, out_indices=indices,
-        out_counts=counts, workspace=workspace, has_block_max=True, impl=impl,
+        found, batch.plan, batch.lists(indices, counts), always=Always(16, 32),
+        workspace=workspace, impl=impl,
     )  # fmt: skip
-    tokens, row = int(batch.plan.tail_start[0]), int(batch.plan.list_rows[0])
+    tokens, row = int(batch.plan.tail_start[0]), int(batch.plan.request_slots[0])
     forced = {*range(16 // unit), *range((tokens - 32) // unit, -(-tokens // unit))}
     infinite = [*range(32 // unit, 48 // unit), *range(320 // unit, 336 // unit)]
     want = sorted([*forced, *infinite][: 80 // unit])
@@ -330,12 +324,11 @@ def test_sketch_scores_are_within_the_error_budget_of_an_eager_product(
     batch = make_batch(shape)
     planes = batch.make_planes(sketch, page_minmax=False)
     channels = random_channels(batch, 16)
-    scale = None if planes.key_sketch_scale is None else planes.key_sketch_scale[0]
-    scores, _ = outputs(batch, 1)
+    out = outputs(batch, 1)
     sketch_score(
-        batch.q, channels, planes.key_sketch[0], scale, batch.plan,
-        page_size=batch.page_size, reduce="max", out=scores, impl="triton",
-    )  # fmt: skip
+        batch.q, channels, batch.sketch(planes), batch.plan, reduce="max", out=out, impl="triton"
+    )
+    scores = out.values
     exact = float64_sketch_scores(batch, planes, channels, "max", absolute=False)
     written = scores != UNTOUCHED
     eager = exact[written].to(batch.dtype)
@@ -355,10 +348,8 @@ def float64_page_scores(
         dtype=torch.float64,
         device=DEVICE,
     )
-    page_minmax_score(
-        query, low, high, batch.plan,
-        unit=16, page_size=batch.page_size, reduce=reduce, out=out, impl="torch",
-    )  # fmt: skip
+    pages = PageCuboids(low, high, 16, batch.page_size)
+    page_minmax_score(query, pages, batch.plan, reduce=reduce, out=Scores(out, out), impl="torch")
     return out
 
 
@@ -371,16 +362,14 @@ def test_page_kernel_is_within_float32_rounding_of_float64(
         shape, unit=16, reselect_every=reselect_every, dense_rows=(len(shape[0]) - 1,)
     )
     planes = batch.make_planes(None, page_minmax=True)
-    scores, block_max = outputs(batch, 16)
+    scores = outputs(batch, 16)
     page_minmax_score(
-        batch.q, planes.page_min[0], planes.page_max[0], batch.plan,
-        unit=16, page_size=batch.page_size, reduce=reduce,
-        out=scores, block_max=block_max, impl="triton",
-    )  # fmt: skip
+        batch.q, batch.cuboids(planes), batch.plan, reduce=reduce, out=scores, impl="triton"
+    )
     exact = float64_page_scores(batch, planes, reduce, absolute=False)
     magnitude = float64_page_scores(batch, planes, reduce, absolute=True)
     slack = dot_rounding(magnitude, 2 * batch.dim * (batch.group if reduce == "sum" else 1))
-    check_scores(batch, 16, (scores, block_max), exact, slack)
+    check_scores(batch, 16, scores, exact, slack)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]])

@@ -8,7 +8,15 @@ import pytest
 import torch
 from kernel_cases import DEVICE, NAN, Batch
 
-from sglang_sparse_kernels import TopkWorkspace, make_topk_workspace, select_topk
+from sglang_sparse_kernels import (
+    Always,
+    Scores,
+    TopkWorkspace,
+    find_block_max,
+    make_topk_workspace,
+    padded_blocks,
+    select_topk,
+)
 from sglang_sparse_kernels.select import alone, kernel, share, stream
 
 STALE = -7
@@ -69,7 +77,9 @@ def select(
     scores: torch.Tensor,
     impl: str,
     workspace: TopkWorkspace | None = None,
-    **options: object,
+    *,
+    sink: int,
+    recent: int,
 ) -> tuple:
     shape = (batch.list_rows, batch.heads)
     indices = torch.full((*shape, batch.capacity), STALE, dtype=torch.int32, device=DEVICE)
@@ -77,14 +87,17 @@ def select(
     if workspace is None:
         rows = len(batch.lengths) + 1
         workspace = make_topk_workspace(rows, batch.heads, scores.shape[2], batch.capacity, DEVICE)
-    workspace.block_max.fill_(NAN)
     workspace.blocks.fill_(2**30)
     workspace.state.fill_(2**30)
     workspace.found_scores.fill_(NAN)
     workspace.found_units.fill_(2**30)
+    # Scores from elsewhere: the test's own stay as they are.
+    blocks = torch.full((*scores.shape[:2], padded_blocks(scores.shape[2])), NAN, device=DEVICE)
+    found = Scores(scores.clone(), blocks)
+    find_block_max(found, batch.plan, unit=batch.unit, impl=impl)
     select_topk(
-        scores, batch.plan, unit=batch.unit,
-        out_indices=indices, out_counts=counts, workspace=workspace, impl=impl, **options,
+        found, batch.plan, batch.lists(indices, counts), always=Always(sink, recent),
+        workspace=workspace, impl=impl,
     )  # fmt: skip
     return indices, counts
 
@@ -93,7 +106,7 @@ def check_lists(batch: Batch, scores: torch.Tensor, got: tuple, sink: int, recen
     indices, counts = got
     plan, touched = batch.plan, set()
     for row in range(len(batch.lengths)):
-        target = int(plan.list_rows[row])
+        target = int(plan.request_slots[row])
         if plan.reselect[row] == 0:
             continue
         touched.add(target)
@@ -149,8 +162,8 @@ def test_a_reselected_row_without_budget_gets_an_empty_list(impl: str) -> None:
     batch.plan.k_units[1] = 0
     scores = random_scores(batch, "normal", 110)
     _, counts = select(batch, scores, impl, sink=2, recent=3)
-    assert (counts[batch.plan.list_rows[1]] == 0).all()
-    assert (counts[batch.plan.list_rows[0]] == 40).all()
+    assert (counts[batch.plan.request_slots[1]] == 0).all()
+    assert (counts[batch.plan.request_slots[0]] == 40).all()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -197,9 +210,7 @@ def test_budgets_that_do_not_fit_in_registers_are_streamed(
     budget = (300, 800, 1190)[KINDS.index(kind) % 3]
     batch = Batch([1200, 901], budget=budget, heads=1, capacity=budget + 10, seed=7, dense_rows=())
     scores = random_scores(batch, kind, 1204)
-    # Score kernels may write -0 beside +0.
-    clean = kind == "zeros"
-    got = select(batch, scores, "triton", sink=4, recent=9, has_block_max=clean)
+    got = select(batch, scores, "triton", sink=4, recent=9)
     check_lists(batch, scores, got, 4, 9)
 
 
@@ -276,16 +287,21 @@ def test_a_row_that_parts_cannot_list_is_taken_by_one_program(
     assert bool(found.sum() <= 1000) == shared
 
 
-def test_block_maxima_of_the_score_kernel_are_trusted() -> None:
-    batch = Batch([600], budget=16, heads=1, capacity=16, seed=6)
-    scores = random_scores(batch, "normal", 600)
-    workspace = make_topk_workspace(1, 1, 600, 16, DEVICE)
-    filled = scores.nan_to_num(nan=float("-inf"))
-    workspace.block_max[..., :75].copy_(filled.view(1, 1, -1, 8).amax(-1))
-    indices = torch.full((batch.list_rows, 1, 16), STALE, dtype=torch.int32, device=DEVICE)
-    counts = torch.full((batch.list_rows, 1), STALE, dtype=torch.int32, device=DEVICE)
-    select_topk(
-        scores, batch.plan, unit=1, sink=0, recent=0, out_indices=indices, out_counts=counts,
-        workspace=workspace, has_block_max=True, impl="triton",
-    )  # fmt: skip
-    check_lists(batch, scores, (indices, counts), 0, 0)
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_scores_from_elsewhere_become_numbers_with_their_block_maxima(impl: str) -> None:
+    batch = Batch([257, 1, 111], unit=1, seed=6)
+    for kind in ("hidden", "infinite", "none"):
+        values = random_scores(batch, kind, 300)
+        blocks = torch.full((*values.shape[:2], padded_blocks(300)), STALE, device=DEVICE).float()
+        scores = Scores(values.clone(), blocks)
+        find_block_max(scores, batch.plan, unit=1, impl=impl)
+        largest = torch.finfo(torch.float32).max
+        for row, length in enumerate(batch.lengths):
+            tail = length - 1 if batch.plan.k_units[row] else 0
+            want = values[row, :, :tail].nan_to_num(-math.inf, largest, -math.inf)
+            assert torch.equal(scores.values[row, :, :tail], want)
+            assert scores.values[row, :, tail:].isnan().all()
+            best = [part.amax(-1) for part in want.split(8, -1)] if tail else []
+            for j, expected in enumerate(best):
+                assert torch.equal(scores.block_max[row, :, j], expected)
+            assert (scores.block_max[row, :, len(best) :] == STALE).all()

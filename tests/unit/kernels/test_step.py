@@ -7,14 +7,18 @@ from error_budget import UNIT_ROUNDOFF
 from kernel_cases import DEVICE, NAN, Batch, Guarded
 
 from sglang_sparse_kernels import (
+    Always,
     DecodePlan,
+    KVView,
+    Lists,
     PlaneBuffers,
+    Scores,
     TopkWorkspace,
     gathered_decode_attention,
     make_topk_workspace,
     make_workspace,
+    padded_blocks,
     page_minmax_score,
-    plan_decode,
     select_channels,
     select_topk,
     sketch_score,
@@ -33,7 +37,8 @@ class Decoder:
         self.plan = DecodePlan.allocate(rows, batch.max_pages, DEVICE)
         self.guarded = Guarded()
         full = self.guarded.full
-        self.scores = full((rows, batch.heads, width), -77.0, torch.float32)
+        blocks = full((rows, batch.heads, padded_blocks(width)), -77.0, torch.float32)
+        self.scores = Scores(full((rows, batch.heads, width), -77.0, torch.float32), blocks)
         self.channels = full((*state, 16), 2**30, torch.int32)
         self.indices = full((*state, batch.capacity), 2**30, torch.int32)
         self.counts = full(state, 2**30, torch.int32)
@@ -47,41 +52,23 @@ class Decoder:
     def step(self, scores: torch.Tensor | None = None) -> None:
         """One decode step; ``scores`` replace the ones that this implementation computed."""
         batch, plan, impl = self.batch, self.plan, self.impl
-        plan_decode(
-            batch.req_to_token, batch.req_slots, self.seq_lens, batch.decode_start, batch.budgets,
-            page_size=batch.page_size, unit=batch.unit, capacity_units=batch.capacity,
-            min_sparse_tokens=batch.min_sparse,
-            reselect_every=batch.reselect_every, refresh_every=batch.refresh_every,
-            plan=plan, impl=impl,
-        )  # fmt: skip
-        options = {
-            "reduce": "max", "out": self.scores, "block_max": self.topk.block_max, "impl": impl
-        }  # fmt: skip
+        batch.fill_plan(plan, self.seq_lens, impl)
+        options = {"reduce": "max", "out": self.scores, "impl": impl}
         if batch.unit == 1:
-            select_channels(
-                batch.q, self.channels, plan.list_rows, plan.refresh, plan.k_units, impl=impl
-            )
-            sketch_score(
-                batch.q, self.channels, self.planes.key_sketch[0], None, plan,
-                page_size=batch.page_size, **options,
-            )  # fmt: skip
+            select_channels(batch.q, self.channels, plan, impl=impl)
+            sketch_score(batch.q, self.channels, batch.sketch(self.planes), plan, **options)
         else:
-            page_minmax_score(
-                batch.q, self.planes.page_min[0], self.planes.page_max[0], plan,
-                unit=batch.unit, page_size=batch.page_size, **options,
-            )  # fmt: skip
+            page_minmax_score(batch.q, batch.cuboids(self.planes), plan, **options)
         if scores is not None:
             # Written in the same places; how close they are is test_score's to judge.
-            assert torch.equal(self.scores == -77.0, scores == -77.0)
-            self.scores.copy_(scores)
-        select_topk(
-            self.scores, plan, unit=batch.unit, sink=4, recent=8, out_indices=self.indices,
-            out_counts=self.counts, workspace=self.topk, has_block_max=True, impl=impl,
-        )  # fmt: skip
+            assert torch.equal(self.scores.values == -77.0, scores == -77.0)
+            self.scores.values.copy_(scores)
+        lists = Lists(self.indices, self.counts, plan.request_slots, batch.unit)
+        select_topk(self.scores, plan, lists, always=Always(4, 8), workspace=self.topk, impl=impl)
+        kv = KVView(batch.k[0], batch.v[0], plan.page_table, batch.page_size)
         gathered_decode_attention(
-            batch.q, batch.k[0], batch.v[0], plan, self.indices, self.counts,
-            unit=batch.unit, page_size=batch.page_size, sm_scale=batch.dim**-0.5,
-            out=self.out, workspace=self.workspace, impl=impl,
+            batch.q, kv, plan, lists, softmax=batch.softmax(), out=self.out,
+            workspace=self.workspace, impl=impl,
         )  # fmt: skip
         update_planes(
             batch.k, batch.k_ptrs, self.planes, plan.page_table, plan.update_start, plan.seq_lens,
@@ -121,7 +108,7 @@ def run(
         decoder.seq_lens.copy_((batch.seq_lens - step).clamp(min=1))
         decoder.step(None if scores is None else scores[len(outputs)])
         outputs.append(decoder.out.clone())
-        computed.append(decoder.scores.clone())
+        computed.append(decoder.scores.values.clone())
         decoder.guarded.check()
     return outputs, computed, decoder
 
@@ -134,7 +121,7 @@ def test_both_implementations_decode_alike(unit: int) -> None:
         error = (got.float() - want.float()).norm() / want.float().norm()
         # Both round once to bf16; the kernel rounds the probabilities as well.
         assert error <= 3 * UNIT_ROUNDOFF[torch.bfloat16]
-    used = triton_decoder.plan.list_rows[triton_decoder.plan.k_units > 0].long()
+    used = triton_decoder.plan.request_slots[triton_decoder.plan.k_units > 0].long()
     assert len(used) == 2
     kept = int(triton_decoder.plan.k_units.max())
     got = triton_decoder.indices[used][..., :kept]
@@ -162,8 +149,8 @@ def test_broken_numbers_stay_inside_their_buffers(unit: int, broken: str) -> Non
     decoder = Decoder(batch, planes, "triton")
     decoder.step()
     decoder.guarded.check()
-    for row in decoder.plan.list_rows.tolist():
-        kept = int(decoder.plan.k_units[decoder.plan.list_rows == row])
+    for row in decoder.plan.request_slots.tolist():
+        kept = int(decoder.plan.k_units[decoder.plan.request_slots == row])
         assert (decoder.counts[row] == kept).all()
         listed = decoder.indices[row, :, :kept]
         assert (listed[:, 1:] > listed[:, :-1]).all()

@@ -12,6 +12,9 @@ from kernel_cases import DEVICE, NAN, Batch
 
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
+    KVView,
+    Lists,
+    Scores,
     TilePlan,
     padded_blocks,
     plan_tiles,
@@ -59,6 +62,12 @@ class Prompts:
             first, row = int(rows.update_start[tile]), int(self.plan.q_rows[tile])
             found += [(tile, row + i, first + i) for i in range(int(rows.seq_lens[tile]) - first)]
         return found
+
+    @property
+    def kv(self) -> KVView:
+        """KV rows, a row of the page table a tile."""
+        batch = self.batch
+        return KVView(batch.k[0], batch.v[0], self.plan.rows.page_table, batch.page_size)
 
     def slots(self, tile: int, positions: torch.Tensor) -> torch.Tensor:
         size = self.batch.page_size
@@ -148,8 +157,8 @@ def score(prompts: Prompts, pool: str, impl: str, cap: float) -> tuple[torch.Ten
     out = torch.full((rows.num_rows, lists, width), UNTOUCHED, dtype=dtype, device=DEVICE)
     blocks = torch.full((rows.num_rows, lists, padded_blocks(width)), UNTOUCHED, device=DEVICE)
     tile_score(
-        prompts.q, batch.k[0], prompts.plan, page_size=batch.page_size, sm_scale=batch.dim**-0.5,
-        logit_cap=cap, pool=pool, out=out, block_max=blocks, impl=impl,
+        prompts.q, prompts.kv, prompts.plan, softmax=batch.softmax(cap), pool=pool,
+        out=Scores(out, blocks), impl=impl,
     )  # fmt: skip
     return out, blocks
 
@@ -176,6 +185,7 @@ def test_scores_are_the_softmax_pooled_over_the_tile(case: tuple, pool: str, cap
             assert torch.equal(block_max[tile, :, j], best)
     batch = prompts.batch
     prompts.q, batch.k = prompts.q.double(), [k.double() for k in batch.k]
+    batch.v = batch.k
     reference, _ = score(prompts, pool, "torch", cap)
     torch.testing.assert_close(reference[..., :width], want)
 
@@ -184,7 +194,7 @@ def test_scores_are_the_softmax_pooled_over_the_tile(case: tuple, pool: str, cap
 def test_sums_hold_though_the_largest_logit_is_far_from_the_tile(
     far: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_sparse_kernels.tiles import kernel
+    from sglang_sparse_kernels.tiles import score_kernel as kernel
 
     monkeypatch.setattr(kernel, "SUM_TILE", (16, 2, 4))
     prompts = Prompts(([(0, 70)], 32, 1, 2, 64, torch.bfloat16))
@@ -223,12 +233,19 @@ def naive_attention(prompts: Prompts, lists: tuple, dtype: torch.dtype, cap: flo
     return out
 
 
-def attend(prompts: Prompts, lists: tuple, impl: str, **options: object) -> torch.Tensor:
+def attend(
+    prompts: Prompts,
+    lists: tuple,
+    impl: str,
+    logit_cap: float = 0.0,
+    head_map: torch.Tensor | None = None,
+) -> torch.Tensor:
     batch = prompts.batch
     out = torch.full(prompts.q.shape, NAN, dtype=prompts.q.dtype, device=DEVICE)
     tile_attention(
-        prompts.q, batch.k[0], batch.v[0], prompts.plan, *lists, page_size=batch.page_size,
-        sm_scale=batch.dim**-0.5, out=out, impl=impl, **options,
+        prompts.q, prompts.kv, prompts.plan,
+        Lists(*lists, prompts.plan.rows.request_slots, head_map=head_map),
+        softmax=batch.softmax(logit_cap), out=out, impl=impl,
     )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_sparse_kernels.planes import PlaneBuffers
+from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape
 from sglang_sparse_radix import PlaneSpec, plane_bytes_per_token
 
 SPECS = (
@@ -51,12 +51,7 @@ def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
 def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, dtype):
     layers, heads, dim, pages = 3, 2, 64, 8  # whole runs of the sketch
     planes = PlaneBuffers.allocate(
-        num_layers=layers,
-        num_pages=pages,
-        page_size=page_size,
-        num_heads=heads,
-        head_dim=dim,
-        kv_dtype=dtype,
+        PlaneShape(layers, pages, page_size, heads, dim, dtype),
         page_minmax=spec.page_minmax,
         page_mean=spec.page_mean,
         key_sketch=spec.key_sketch,

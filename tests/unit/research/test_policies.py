@@ -19,13 +19,23 @@ from sglang_sparse.research.policies import (
     page_planes,
     stored,
 )
+from sglang_sparse_kernels import (
+    Always,
+    KeySketch,
+    KVView,
+    Lists,
+    MassStop,
+    PageCuboids,
+    Softmax,
+    StopState,
+)
 from sglang_sparse_kernels.attend.reference import gathered_decode_attention_reference
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.planes import SKETCH_DTYPES, cuboid_mean, quantize_sketch
 from sglang_sparse_kernels.progressive.reference import (
     progressive_decode_attention_reference,
     rank_units_reference,
-    remaining_bounds_reference,
+    residual_bounds_reference,
 )
 from sglang_sparse_kernels.score.reference import (
     page_bounds_reference,
@@ -37,6 +47,7 @@ from sglang_sparse_kernels.select.reference import select_topk_reference
 
 ROWS, HEADS, GROUPS, DIM, LENGTH, PAGE = 2, 8, 4, 64, 427, 16
 SINK, RECENT, KEPT, CHANNELS = 16, 32, 128, 16
+ALWAYS, SOFTMAX = Always(SINK, RECENT), Softmax(DIM**-0.5)
 
 
 @pytest.fixture
@@ -54,6 +65,12 @@ def paged(x: torch.Tensor) -> torch.Tensor:
     return padded.transpose(1, 2).reshape(-1, GROUPS, DIM)
 
 
+def cuboids(low: torch.Tensor, high: torch.Tensor) -> PageCuboids:
+    """Cuboids ``[B, G, pages, D]`` as the planes hold them, row after row."""
+    low, high = (end.transpose(1, 2).flatten(0, 1) for end in (low, high))
+    return PageCuboids(low, high, PAGE, PAGE)
+
+
 def plan_of(units: int) -> DecodePlan:
     pages = -(-LENGTH // PAGE)
     plan = DecodePlan.allocate(ROWS, pages)
@@ -63,7 +80,7 @@ def plan_of(units: int) -> DecodePlan:
     plan.k_units.fill_(units)
     plan.reselect.fill_(1)
     plan.refresh.fill_(1)
-    plan.list_rows.copy_(torch.arange(ROWS))
+    plan.request_slots.copy_(torch.arange(ROWS))
     return plan
 
 
@@ -72,16 +89,12 @@ def reference_output(
 ) -> torch.Tensor:
     plan = plan_of(KEPT // unit)
     indices = torch.zeros(ROWS, GROUPS, KEPT // unit, dtype=torch.int32)
-    counts = torch.zeros(ROWS, dtype=torch.int32)
-    select_topk_reference(
-        scores, plan, unit=unit, sink=SINK, recent=RECENT, out_indices=indices, out_counts=counts
-    )
+    counts = torch.zeros(ROWS, GROUPS, dtype=torch.int32)
+    lists = Lists(indices, counts, plan.request_slots, unit)
+    select_topk_reference(scores, plan, lists, always=ALWAYS)
     out = torch.full_like(q, torch.nan)
-    heads = counts[:, None].expand(-1, GROUPS).contiguous()
-    gathered_decode_attention_reference(
-        q, paged(k), paged(v), plan, indices, heads, unit=unit, page_size=PAGE,
-        sm_scale=DIM**-0.5, logit_cap=0.0, head_map=None, out=out,
-    )  # fmt: skip
+    kv = KVView(paged(k), paged(v), plan.page_table, PAGE)
+    gathered_decode_attention_reference(q, kv, plan, lists, softmax=SOFTMAX, out=out)
     return out.flatten(1)
 
 
@@ -89,12 +102,11 @@ def sketch_scores(
     q: torch.Tensor, k: torch.Tensor, plan: DecodePlan, reduce: Reduce
 ) -> torch.Tensor:
     channels = torch.zeros(ROWS, GROUPS, CHANNELS, dtype=torch.int32)
-    select_channels_reference(q, channels, plan.list_rows, plan.refresh, plan.k_units)
+    select_channels_reference(q, channels, plan)
     sketch = paged(k).to(torch.float8_e4m3fn).view(-1, PAGE, GROUPS, DIM).permute(0, 2, 3, 1)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    sketch_score_reference(
-        q, channels, sketch.contiguous(), None, plan, page_size=PAGE, reduce=reduce, out=scores
-    )
+    values = KeySketch(sketch.contiguous(), None, PAGE)
+    sketch_score_reference(q, channels, values, plan, reduce=reduce, out=scores)
     return scores
 
 
@@ -117,10 +129,7 @@ def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
     lengths = torch.full((ROWS,), LENGTH)
     low, high = page_planes(k, lengths, PAGE)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    page_minmax_score_reference(
-        q, low.transpose(1, 2).flatten(0, 1), high.transpose(1, 2).flatten(0, 1), plan_of(8),
-        unit=PAGE, page_size=PAGE, reduce=reduce, out=scores,
-    )  # fmt: skip
+    page_minmax_score_reference(q, cuboids(low, high), plan_of(8), reduce=reduce, out=scores)
     expected = reference_output(q, k, v, scores, unit=PAGE)
     policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)
     cache = Cache(k, v)
@@ -169,30 +178,26 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         scores = sketch_scores(q, k, plan, "max")
     else:
         scores = torch.zeros(ROWS, GROUPS, LENGTH)
-        page_minmax_score_reference(
-            q, *(end.transpose(1, 2).flatten(0, 1) for end in planes), plan,
-            unit=unit, page_size=PAGE, reduce="max", out=scores,
-        )  # fmt: skip
-    always = {"unit": unit, "sink": SINK, "recent": RECENT}
+        page_minmax_score_reference(q, cuboids(*planes), plan, reduce="max", out=scores)
     every = torch.arange(units, dtype=torch.int32).expand(ROWS, GROUPS, units)
     indices, ranked = torch.zeros_like(every).clone(), torch.zeros(ROWS, GROUPS, dtype=torch.int32)
-    rank_units_reference(scores, plan, every, out_indices=indices, out_counts=ranked, **always)
+    ranking = Lists(indices, ranked, plan.request_slots, unit)
+    rank_units_reference(scores, plan, every, ranking, always=ALWAYS)
     out, reached = torch.full_like(q, torch.nan), torch.zeros_like(ranked)
     rest = None
     if margin is not None:
-        ends = [end.transpose(1, 2).flatten(0, 1) for end in planes]
         by_head = torch.zeros(ROWS, GROUPS, q.shape[1] // GROUPS, LENGTH)
         rest = torch.zeros(*by_head.shape[:3], LENGTH)
-        page_bounds_reference(q, *ends, plan, unit=unit, page_size=PAGE, out=by_head)
-        remaining_bounds_reference(
-            by_head, plan, indices, ranked, microbatch=32, sm_scale=DIM**-0.5, logit_cap=0.0,
-            lowered=margin, out=rest, **always,
+        page_bounds_reference(q, cuboids(*planes), plan, out=by_head)
+        residual_bounds_reference(
+            by_head, plan, ranking, always=ALWAYS, microbatch=32, softmax=SOFTMAX, margin=margin,
+            out=rest,
         )  # fmt: skip
+    kv = KVView(paged(k), paged(v), plan.page_table, PAGE)
+    stop = MassStop(ALWAYS, 32, share, torch.full((ROWS,), epsilon), rest)
     progressive_decode_attention_reference(
-        q, paged(k), paged(v), plan, indices, ranked, reached, page_size=PAGE, microbatch=32,
-        epsilons=torch.full((ROWS,), epsilon), share=share, rest_bounds=rest, sm_scale=DIM**-0.5,
-        logit_cap=0.0, out=out, counters=None, **always,
-    )  # fmt: skip
+        q, kv, plan, ranking, stop, StopState(reached), softmax=SOFTMAX, out=out
+    )
     cache = Cache(k, v, planes=planes)
     mask = attend_mask(policy, q, cache, lengths)
     # The study counts the current token's unit among its units, the kernels beside them.

@@ -19,7 +19,17 @@ from sglang_sparse.research.study import Study
 from sglang_sparse.research.tiles import TilePrefill
 from sglang_sparse.tasks import FileEncoder, TaskSuite, is_exact
 from sglang_sparse.tasks.encoding import END
-from sglang_sparse_kernels import plan_tiles, select_topk, tile_attention, tile_score
+from sglang_sparse_kernels import (
+    Always,
+    KVView,
+    Lists,
+    Softmax,
+    make_scores,
+    plan_tiles,
+    select_topk,
+    tile_attention,
+    tile_score,
+)
 
 HEADS, GROUPS, DIM, LENGTH, PAGE = 8, 4, 16, 310, 16
 
@@ -37,20 +47,17 @@ def kernels_prefill(
     table = torch.arange(-(-LENGTH // PAGE), dtype=torch.int32)[None]
     plan = plan_tiles(table, [0], [LENGTH], tile_tokens=32, min_tokens=64, floor=40, fraction=0.3)
     tiles, keys, queries = plan.rows.num_rows, pooled(k), q.transpose(0, 1)
-    scores = torch.zeros(tiles, lists, plan.max_tail)
+    scores = make_scores(tiles, lists, plan.max_tail, "cpu")
     indices = torch.zeros(tiles, lists, plan.max_units, dtype=torch.int32)
     counts = torch.zeros(tiles, lists, dtype=torch.int32)
-    shared = {"page_size": PAGE, "sm_scale": DIM**-0.5, "impl": "torch"}
-    tile_score(queries, keys, plan, pool=pool, out=scores, **shared)
-    select_topk(
-        scores, plan.rows, unit=1, sink=4, recent=8, out_indices=indices, out_counts=counts,
-        impl="torch",
-    )  # fmt: skip
+    kv = KVView(keys, pooled(v), plan.rows.page_table, PAGE)
+    shared = {"softmax": Softmax(DIM**-0.5), "impl": "torch"}
+    tile_score(queries, kv, plan, pool=pool, out=scores, **shared)
     out = torch.full_like(queries, torch.nan).contiguous()
     head_map = None if taken is None else torch.tensor(taken, dtype=torch.int32)
-    tile_attention(
-        queries, keys, pooled(v), plan, indices, counts, head_map=head_map, out=out, **shared
-    )
+    taken_lists = Lists(indices, counts, plan.rows.request_slots, head_map=head_map)
+    select_topk(scores, plan.rows, taken_lists, always=Always(4, 8), impl="torch")
+    tile_attention(queries, kv, plan, taken_lists, out=out, **shared)
     return out.transpose(0, 1)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def,assignment"
-"""Triton implementation of channel selection and of scores from a sketch of the keys."""
+"""Triton implementation of scores from a sketch of the keys."""
 
 import math
 
@@ -10,68 +10,17 @@ import triton
 import triton.language as tl
 
 from ..common import group_size, next_power_of_2
-from ..device import programs_to_fill
+from ..device import splits_of
 from ..plan import DecodePlan
-from ..select import BLOCK_UNITS
-from ..select.search import free_scores
-from ..triton_ops import INTERPRETED, begin, overlapping
+from ..planes import KeySketch
+from ..records import BLOCK_UNITS, Scores
+from ..triton_ops import INTERPRETED, begin, finite_scores, overlapping, pages_of
+from .channel_kernel import best_channels
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
 SKETCH_TILE_TOKENS = 1024
 SKETCH_CTAS_PER_SM = 4
 SKETCH_WARPS = 4
-
-
-def splits_of(rows: int, heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
-    """Programs that take the tiles of a row and KV head in turn."""
-    # Rounding down keeps all programs resident at once; one more would run alone at the end.
-    fill = programs_to_fill(device, ctas_per_sm) // (rows * heads)
-    return max(1, min(fill, tiles))
-
-
-@triton.jit
-def _best_channels(
-    p_q, G: tl.constexpr, BG: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, KEPT: tl.constexpr
-):
-    """(kept or not, position among the kept) [BD] of the channels by the group's sum of |q|."""
-    o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
-    m_d = o_d < D
-    m_q = (o_g < G)[:, None] & m_d[None, :]
-    # [BG, BD]
-    b_q = tl.load(p_q + o_g[:, None] * D + o_d[None, :], mask=m_q, other=0.0).to(tl.float32)
-    b_i = tl.sum(tl.abs(b_q), 0)
-    # NaN ranks last: all comparisons with it are false, and too many channels would be kept.
-    b_i = tl.where(m_d & (b_i == b_i), b_i, -1.0)
-    # [BD, BD]: entry (i, j) says that channel i ranks before channel j.
-    row = tl.expand_dims(b_i, 1)
-    col = tl.expand_dims(b_i, 0)
-    before = (row > col) | ((row == col) & (o_d[:, None] < o_d[None, :]))
-    m_kept = tl.sum(before.to(tl.int32), 0) < KEPT
-    return m_kept, tl.cumsum(m_kept.to(tl.int32), 0) - 1
-
-
-@triton.jit
-def select_channels_kernel(
-    q,
-    channels,
-    list_rows,
-    refresh,
-    k_units,
-    stride_q,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    KEPT: tl.constexpr,
-):
-    i_r, i_h = tl.program_id(0), tl.program_id(1)
-    if (tl.load(refresh + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
-        o_d = tl.arange(0, BD)
-        m_kept, o_c = _best_channels(p_q, G, BG, D, BD, KEPT)
-        i_l = tl.load(list_rows + i_r).to(tl.int64)
-        tl.store(channels + (i_l * H + i_h) * KEPT + o_c, o_d, mask=m_kept)
 
 
 @triton.jit
@@ -245,21 +194,6 @@ def _score_pieces(
 
 
 @triton.jit
-def store_scores(
-    out, block_max, b_score, o_t, n, base, base_block, BT: tl.constexpr, BLOCK: tl.constexpr
-):
-    m_t = o_t < n
-    # Selection relies on it: NaN would rank first, +inf beside forced units.
-    b_score = free_scores(b_score, False)
-    tl.store(out + base + o_t, b_score, mask=m_t)
-    if block_max is not None:
-        # [BT / BLOCK, BLOCK]
-        b_block = tl.reshape(tl.where(m_t, b_score, float("-inf")), (BT // BLOCK, BLOCK))
-        o_b = tl.min(o_t, 0) // BLOCK + tl.arange(0, BT // BLOCK)
-        tl.store(block_max + base_block + o_b, tl.max(b_block, 1), mask=o_b * BLOCK < n)
-
-
-@triton.jit
 def sketch_score_kernel(
     q,
     channels,
@@ -270,7 +204,7 @@ def sketch_score_kernel(
     k_units,
     reselect,
     refresh,
-    list_rows,
+    request_slots,
     out,
     block_max,
     stride_q,
@@ -299,18 +233,18 @@ def sketch_score_kernel(
     fresh = (tl.load(refresh + i_r) != 0) & CHOOSE
     sparse = tl.load(k_units + i_r) > 0
     n = tl.where(scored, tl.load(tail_start + i_r), 0)
-    i_l = tl.load(list_rows + i_r).to(tl.int64)
+    i_l = tl.load(request_slots + i_r).to(tl.int64)
     p_table = page_table + i_r.to(tl.int64) * stride_table
     o_j = tl.program_id(1) * BP + tl.arange(0, BP)
     # [BP]; entries past the row's pages are not used.
-    b_page = tl.load(p_table + o_j, mask=o_j < pages, other=0)
+    b_page = pages_of(p_table, o_j, o_j < pages, 1)
     if (scored | fresh) & sparse:
         p_c = channels + (i_l * H + i_h) * KEPT
         p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
         if fresh:
             # Every program of a row chooses for itself, and writes the same, so that none waits
             # for another.
-            m_kept, o_c = _best_channels(p_q, G, BG, D, BD, KEPT)
+            m_kept, o_c = best_channels(p_q, G, BG, D, BD, KEPT)
             tl.store(p_c + o_c, tl.arange(0, BD), mask=m_kept)
             tl.debug_barrier()
         kept = _load_channels(p_c, D, KEPT)
@@ -350,7 +284,7 @@ def sketch_score_kernel(
             p_s = key_sketch + (b_run + b_at % (RUN // PIECE) * PIECE)[:, None] + o_c[None, :]
             # Where the next tile lies is looked up while this one is on its way.
             o_j += tl.num_programs(1) * BP
-            b_page = tl.load(p_table + o_j, mask=o_j < pages, other=0)
+            b_page = pages_of(p_table, o_j, o_j < pages, 1)
             pieces = _score_pieces(
                 p_s, kept, weights, m_j, G, KEPT, BP, PIECE, RUN, SUM, SUMS, PIECES
             )
@@ -363,7 +297,7 @@ def sketch_score_kernel(
                         key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
                     )
                     b_score *= b_scale.to(tl.float32)
-                b_score = free_scores(b_score, False)
+                b_score = finite_scores(b_score)
                 p_o = out + o_out + (i_t * BP * PAGE)
                 o_t = tl.arange(0, BP)[:, None] * PAGE + o_p[None, :]
                 left = n - i_t * BP * PAGE
@@ -381,91 +315,33 @@ def sketch_score_kernel(
                     tl.store(p_b + o_b, b_max, mask=o_b * BLOCK < left)
 
 
-def select_channels_triton(
-    q: torch.Tensor,
-    channels: torch.Tensor,
-    list_rows: torch.Tensor,
-    refresh: torch.Tensor,
-    k_units: torch.Tensor,
-) -> None:
-    """Launch :func:`select_channels_kernel`, one program a row and KV head."""
-    rows, query_heads, dim = q.shape
-    _, heads, kept = channels.shape
-    group = group_size(query_heads, heads)
-    select_channels_kernel[(rows, heads)](
-        q,
-        channels,
-        list_rows,
-        refresh,
-        k_units,
-        q.stride(0),
-        H=heads,
-        G=group,
-        BG=next_power_of_2(group),
-        D=dim,
-        BD=next_power_of_2(dim),
-        KEPT=kept,
-        num_warps=4,
-    )
-
-
 def sketch_score_triton(
     q: torch.Tensor,
     channels: torch.Tensor,
-    key_sketch: torch.Tensor,
-    key_sketch_scale: torch.Tensor | None,
+    sketch: KeySketch,
     plan: DecodePlan,
     *,
-    page_size: int,
     reduce: str,
-    out: torch.Tensor,
-    block_max: torch.Tensor | None,
+    out: Scores,
     choose_channels: bool,
 ) -> None:
     """Launch :func:`sketch_score_kernel`: programs of a row and head take its tiles in turn."""
     rows, query_heads, dim = q.shape
-    heads = key_sketch.shape[1]
-    kept = channels.shape[2]
+    heads, kept, width = sketch.values.shape[1], channels.shape[2], out.values.shape[2]
     group = group_size(query_heads, heads)
-    tile = min(SKETCH_TILE_TOKENS, max(page_size, next_power_of_2(out.shape[2])))
-    tiles = triton.cdiv(out.shape[2], tile)
-    if key_sketch.dtype == torch.uint8 and tiles > splits_of(
-        rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device
-    ):
+    tile = min(SKETCH_TILE_TOKENS, max(sketch.page_size, next_power_of_2(width)))
+    tiles = triton.cdiv(width, tile)
+    splits = splits_of(rows * heads, tiles, SKETCH_CTAS_PER_SM, q.device)
+    if sketch.values.dtype == torch.uint8 and tiles > splits:
         # Half of a tile is scored at a time, so programs that take several take longer ones.
         tile, tiles = 2 * tile, triton.cdiv(tiles, 2)
-    splits = splits_of(rows, heads, tiles, SKETCH_CTAS_PER_SM, q.device)
+        splits = splits_of(rows * heads, tiles, SKETCH_CTAS_PER_SM, q.device)
     sketch_score_kernel[(rows * heads, splits)](
-        q,
-        channels,
-        key_sketch,
-        key_sketch_scale,
-        plan.page_table,
-        plan.tail_start,
-        plan.k_units,
-        plan.reselect,
-        plan.refresh,
-        plan.list_rows,
-        out,
-        block_max,
-        q.stride(0),
-        plan.page_table.stride(0),
-        plan.page_table.shape[1],
-        out.shape[2],
-        0 if block_max is None else block_max.shape[2],
-        H=heads,
-        G=group,
-        BG=next_power_of_2(group),
-        D=dim,
-        BD=next_power_of_2(dim),
-        KEPT=kept,
-        PAGE=page_size,
-        BP=tile // page_size,
-        BLOCK=BLOCK_UNITS,
-        RUN=key_sketch.shape[3],
-        ALIGN=math.gcd(out.shape[2], 16),
-        SUM=reduce == "sum",
-        CHOOSE=choose_channels,
-        num_warps=SKETCH_WARPS,
-        **overlapping(rows * heads),
-    )
+        q, channels, sketch.values, sketch.scale, plan.page_table, plan.tail_start, plan.k_units,
+        plan.reselect, plan.refresh, plan.request_slots, out.values, out.block_max, q.stride(0),
+        plan.page_table.stride(0), plan.page_table.shape[1], width, out.block_max.shape[2],
+        H=heads, G=group, BG=next_power_of_2(group), D=dim, BD=next_power_of_2(dim), KEPT=kept,
+        PAGE=sketch.page_size, BP=tile // sketch.page_size, BLOCK=BLOCK_UNITS,
+        RUN=sketch.values.shape[3], ALIGN=math.gcd(width, 16), SUM=reduce == "sum",
+        CHOOSE=choose_channels, num_warps=SKETCH_WARPS, **overlapping(rows * heads),
+    )  # fmt: skip

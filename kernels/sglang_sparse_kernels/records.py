@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records in which arguments travel: a view of KV, lists, scores, and settings of attention."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .common import (
+    PAGE_SIZES,
+    check_contiguous,
+    check_dense_rows,
+    check_dtype,
+    check_shape,
+    group_size,
+)
+
+if TYPE_CHECKING:
+    from .plan import DecodePlan
+
+BLOCK_UNITS = 8
+"""Units whose largest score is kept, so that selection can skip blocks that cannot win."""
+
+_BLOCK_ALIGNMENT = 16
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 16
+
+
+@dataclass(frozen=True)
+class KVView:
+    """The KV rows of one layer, and where the logical positions of a batch lie among them.
+
+    A row of the batch finds position p in slot ``page_table[row, p // P] * P + p % P``. The device
+    function for it is :func:`.triton_ops.slots_of`.
+
+    Attributes:
+        k: [slots, H, D], contiguous.
+        v: the same shape and dtype, contiguous.
+        page_table: int32 [R, max_pages], physical page of each logical page of a row.
+        page_size: tokens a physical page (P).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor
+    page_size: int
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads (H)."""
+        return self.k.shape[1]
+
+    def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+        """int64 slots of logical ``positions`` (int64, any shape) of a row of the batch."""
+        pages = self.page_table[row].long()[positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size
+
+    def group_of(self, q: torch.Tensor) -> int:
+        """Query heads a KV head (G) of ``q`` [rows, H * G, D].
+
+        Raises:
+            ValueError: if shapes or the page size do not fit.
+        """
+        check_shape("q", q, (-1, -1, q.shape[-1]))
+        check_shape("k", self.k, (-1, -1, q.shape[2]))
+        check_shape("v", self.v, tuple(self.k.shape))
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size={self.page_size} is not one of {PAGE_SIZES}")
+        return group_size(q.shape[1], self.num_heads)
+
+    def check_triton(self, q: torch.Tensor) -> None:
+        """Raise ValueError unless kernels can read this view for the queries ``q``."""
+        check_dtype("q", q, torch.bfloat16, torch.float16)
+        check_dense_rows("q", q)
+        for name, rows in {"k": self.k, "v": self.v}.items():
+            check_dtype(name, rows, q.dtype)
+            check_contiguous(name, rows)
+        group = group_size(q.shape[1], self.num_heads)
+        if q.shape[2] not in HEAD_DIMS or group > MAX_GROUP:
+            raise ValueError(
+                f"head_dim={q.shape[2]} must be one of {HEAD_DIMS}, and {group} query heads a KV "
+                f"head at most {MAX_GROUP}"
+            )
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How products become logits.
+
+    Attributes:
+        scale: factor on q.k, usually 1 / sqrt(D).
+        logit_cap: logits become cap * tanh(logit / cap) if above 0.
+    """
+
+    scale: float
+    logit_cap: float = 0.0
+
+    @property
+    def scale_log2(self) -> float:
+        """The factor that makes logits exponents of 2."""
+        return self.scale * 1.4426950408889634
+
+    def logits(self, products: torch.Tensor) -> torch.Tensor:
+        """Logits of ``products`` (q.k), in their dtype."""
+        logits = products * self.scale
+        return (
+            self.logit_cap * torch.tanh(logits / self.logit_cap) if self.logit_cap > 0 else logits
+        )
+
+
+@dataclass(frozen=True)
+class Always:
+    """Tokens that are always selected, whatever their scores.
+
+    Attributes:
+        sink: leading tokens.
+        recent: tokens at the domain's end.
+    """
+
+    sink: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.recent < 0:
+            raise ValueError(f"sink={self.sink} and recent={self.recent} must not be negative")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Lists of selected units, and which of them each row of a batch writes or reads.
+
+    Attributes:
+        indices: int32 [list rows, lists, capacity], contiguous, logical units, distinct within a
+            list; entries past a list's count are undefined. There is a list a KV head, or, with a
+            ``head_map``, any number.
+        counts: int32 [list rows, lists], contiguous.
+        rows: int32 [R], the list row of each row of the batch.
+        unit: tokens a unit.
+        head_map: int32 [H], the list that each KV head reads; its own if None.
+    """
+
+    indices: torch.Tensor
+    counts: torch.Tensor
+    rows: torch.Tensor
+    unit: int = 1
+    head_map: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Units that a list holds."""
+        return self.indices.shape[2]
+
+    def first(self, rows: int) -> "Lists":
+        """A view of the first ``rows`` list rows, for lists that have one a row of the batch."""
+        return Lists(self.indices[:rows], self.counts[:rows], self.rows[:rows], self.unit)
+
+    def check_written(self, rows: int) -> None:
+        """Raise ValueError unless lists of a batch of ``rows`` rows can be written."""
+        check_shape("indices", self.indices, (-1, -1, -1))
+        check_shape("counts", self.counts, tuple(self.indices.shape[:2]))
+        check_shape("rows of lists", self.rows, (rows,))
+        if self.unit < 1:
+            raise ValueError(f"unit={self.unit} must be at least 1")
+        words = {"indices": self.indices, "counts": self.counts, "rows of lists": self.rows}
+        for name, tensor in words.items():
+            check_dtype(name, tensor, torch.int32)
+            check_contiguous(name, tensor)
+
+    def check_read(self, rows: int, heads: int) -> None:
+        """Raise ValueError unless ``heads`` KV heads of ``rows`` rows can read their lists."""
+        self.check_written(rows)
+        if self.head_map is None:
+            check_shape("indices", self.indices, (-1, heads, -1))
+        else:
+            check_shape("head_map", self.head_map, (heads,))
+            check_dtype("head_map", self.head_map, torch.int32)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of the units of a batch, and the largest of each block of them.
+
+    A score operator writes both: NaN as -inf, +inf as the largest finite number. Scores from
+    elsewhere go through :func:`sglang_sparse_kernels.find_block_max` first. "torch" needs and
+    writes no block maxima.
+
+    Attributes:
+        values: float32 [R, lists, max_units] ("torch" also float64), contiguous.
+        block_max: float32 [R, lists, padded_blocks(max_units)], contiguous, the largest score of
+            every :data:`BLOCK_UNITS` units.
+    """
+
+    values: torch.Tensor
+    block_max: torch.Tensor
+
+    def rows(self, batch_size: int) -> "Scores":
+        """A view of the first ``batch_size`` rows."""
+        return Scores(self.values[:batch_size], self.block_max[:batch_size])
+
+    def check(self, rows: int, lists: int) -> None:
+        """Raise ValueError unless these are scores of ``rows`` rows of so many lists."""
+        check_shape("scores", self.values, (rows, lists, -1))
+
+    def check_triton(self) -> None:
+        """Raise ValueError unless kernels can read and write these."""
+        blocks = padded_blocks(self.values.shape[2])
+        check_shape("block_max", self.block_max, (*self.values.shape[:2], blocks))
+        for name, tensor in {"scores": self.values, "block_max": self.block_max}.items():
+            check_dtype(name, tensor, torch.float32)
+            check_contiguous(name, tensor)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.values.nbytes + self.block_max.nbytes
+
+
+def padded_blocks(max_units: int) -> int:
+    """Width of a row of block maxima: rows start aligned, so that they load in wide accesses."""
+    return -(-max_units // (BLOCK_UNITS * _BLOCK_ALIGNMENT)) * _BLOCK_ALIGNMENT
+
+
+def make_scores(rows: int, lists: int, max_units: int, device: torch.device | str) -> Scores:
+    """Scores of up to ``rows`` rows, uninitialised, with room for their block maxima."""
+    return Scores(
+        torch.empty((rows, lists, max_units), device=device),
+        torch.zeros((rows, lists, padded_blocks(max_units)), device=device),
+    )
+
+
+def scored_rows(plan: "DecodePlan") -> list[int]:
+    """Rows of the batch that select anew at this step, on the host."""
+    return ((plan.reselect != 0) & (plan.k_units > 0)).nonzero().squeeze(1).tolist()

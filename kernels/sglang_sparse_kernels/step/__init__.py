@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One decode step of one layer: a list of stages over one context."""
+
+from .stages import (
+    Attend,
+    AttendUntil,
+    BoundResidual,
+    ExactScore,
+    FindStop,
+    PageScore,
+    Rank,
+    Select,
+    SketchScore,
+)
+from .types import Stage, StepContext, decode_step
+
+__all__ = [
+    "Attend",
+    "AttendUntil",
+    "BoundResidual",
+    "ExactScore",
+    "FindStop",
+    "PageScore",
+    "Rank",
+    "Select",
+    "SketchScore",
+    "Stage",
+    "StepContext",
+    "decode_step",
+]
