@@ -94,8 +94,7 @@ def evaluate_server(request: Request) -> None:
         folder=request.out,
     )
     found = report.cells(journal.entries(), arms)
-    report.write(request.out, settings, found, arms)
-    Console().print(report.table(found, arms))
+    report.publish(request.out, settings, found, arms, Console())
 
 
 def _lengths(text: str) -> tuple[int, ...]:

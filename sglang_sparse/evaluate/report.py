@@ -9,15 +9,23 @@ import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 
 from sglang_sparse.evaluate.arms import DENSE, Arm
 from sglang_sparse.evaluate.run import PERPLEXITY
 from sglang_sparse.tasks import wilson
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 Z = 1.959964  # of a two-sided 95 % interval
+PICTURE = "accuracy.png"
+_SPREAD = 0.5  # of the way from one arm to the next, over which curves are spread
+_MARKERS = "os^Dv<>P*X"
+_LINES = ("-", "--", "-.", ":")
 
 
 def cells(entries: list[dict[str, Any]], arms: list[Arm]) -> list[dict[str, Any]]:
@@ -81,10 +89,39 @@ def table(found: list[dict[str, Any]], arms: list[Arm]) -> Table:
     return out
 
 
-def write(
-    folder: Path, settings: dict[str, Any], found: list[dict[str, Any]], arms: list[Arm]
+def publish(
+    folder: Path,
+    settings: dict[str, Any],
+    found: list[dict[str, Any]],
+    arms: list[Arm],
+    console: Console,
 ) -> None:
-    """`results.json`, `results.csv` and `accuracy.png`."""
+    """Write the files, print the table, and then draw the picture.
+
+    A picture that cannot be drawn costs one line of warning, not the report.
+    """
+    write(folder, settings, found)
+    console.print(table(found, arms))
+    path = folder / PICTURE
+    path.unlink(missing_ok=True)  # that of an earlier, shorter run would look like this one's
+    shares = [c for c in found if c["task"] != PERPLEXITY and 0 <= c["value"] <= 1]
+    if not shares:
+        return
+    try:
+        draw(shares, arms, settings).savefig(path, dpi=150)
+    except Exception as error:  # whatever a drawing library raises; the report is written
+        problem = " ".join(str(error).split())
+        console.print(
+            f"warning: {path} was not drawn ({type(error).__name__}: {problem}); "
+            "the results are in results.json and results.csv",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def write(folder: Path, settings: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    """`results.json` and `results.csv`."""
     report = {"settings": settings, "cells": found}
     (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     names = ["task", "length", "arm", "count", "value", "low", "high", "recall"]
@@ -92,45 +129,49 @@ def write(
         writer = csv.DictWriter(file, names, restval="")
         writer.writeheader()
         writer.writerows(found)
-    shares = [c for c in found if c["task"] != PERPLEXITY and 0 <= c["value"] <= 1]
-    if shares:
-        _plot(folder / "accuracy.png", shares, arms, settings)
 
 
-def _plot(
-    path: Path, found: list[dict[str, Any]], arms: list[Arm], settings: dict[str, Any]
-) -> None:
+def draw(found: list[dict[str, Any]], arms: list[Arm], settings: dict[str, Any]) -> Figure:
+    """Accuracy of each task and length over the arms, dense last.
+
+    Each curve has its own colour, marker and line style, and stands a little beside the others:
+    equal curves, such as perfect scores, stay visible.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    budgets = [arm.name for arm in arms if arm.name != DENSE]
-    lines = sorted({(c["task"], c["length"] or 0) for c in found})
-    for number, (task, length) in enumerate(lines):
+    names = [arm.name for arm in arms if arm.name != DENSE] + [DENSE]
+    curves = sorted({(c["task"], c["length"] or 0) for c in found})
+    for number, (task, length) in enumerate(curves):
         by_arm = {c["arm"]: c for c in found if (c["task"], c["length"] or 0) == (task, length)}
-        shown = [b for b in budgets if b in by_arm]
-        values = [by_arm[b]["value"] for b in shown]
-        ends = [(by_arm[b]["low"], by_arm[b]["high"]) for b in shown]
-        below = [0 if low is None else v - low for v, (low, _) in zip(values, ends, strict=True)]
-        above = [0 if high is None else high - v for v, (_, high) in zip(values, ends, strict=True)]
-        color = f"C{number % 10}"
+        shift = _SPREAD * ((number + 0.5) / len(curves) - 0.5)
+        label = f"{task}, {length:,} tokens" if length else task
+        color, marker = f"C{number % 10}", _MARKERS[number % len(_MARKERS)]
+        places = [i for i, name in enumerate(names) if name in by_arm]
+        points = [by_arm[names[i]] for i in places]
+        # An interval of lm-eval may be missing, and rounding must not turn it inside out.
+        ends = [[0.0 if p[end] is None else abs(p["value"] - p[end]) for p in points]
+                for end in ("low", "high")]  # fmt: skip
         axes.errorbar(
-            [float(b) for b in shown],
-            values,
-            yerr=[below, above],
-            marker="o",
+            [i + shift for i in places],
+            [p["value"] for p in points],
+            yerr=ends,
+            linestyle="",
             capsize=3,
+            label=label,
             color=color,
-            label=f"{task}, {length:,} tokens" if length else task,
+            marker=marker,
         )
-        if DENSE in by_arm:
-            axes.axhline(by_arm[DENSE]["value"], color=color, linestyle=":", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([float(b) for b in budgets], budgets)
-    axes.minorticks_off()
-    axes.set_xlabel(f"budget ({settings['budget_unit']}); dotted: dense")
+        joined = [(i + shift, by_arm[names[i]]["value"]) for i in places if names[i] != DENSE]
+        if joined:
+            line = _LINES[number % len(_LINES)]
+            axes.plot(*zip(*joined, strict=True), linestyle=line, color=color)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_xlabel(f"budget ({settings['budget_unit']})")
     axes.set_ylabel("share of exact answers, or lm-eval's metric")
     axes.set_ylim(-0.03, 1.03)
     axes.set_title(f"{settings['model']}, {settings['method']}")
     axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    return figure

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
@@ -55,12 +54,14 @@ def accuracy(samples: Sequence[Sample], replies: Sequence[str]) -> float:
     return sum(is_exact(s, r) for s, r in zip(samples, replies, strict=True)) / len(samples)
 
 
-def wilson(successes: int, count: int, z: float = 1.959964) -> tuple[float, float]:
-    """The 95 % Wilson interval of a proportion."""
+def wilson(successes: int, count: int) -> tuple[float, float]:
+    """The 95 % Wilson interval of a proportion.
+
+    It begins at exactly 0 where no trial succeeds, and ends at exactly 1 where every one does.
+    """
+    from scipy.stats import binomtest  # takes a second, which only a report needs
+
     if count == 0:
         return 0.0, 1.0
-    p = successes / count
-    scale = 1 + z * z / count
-    centre = (p + z * z / (2 * count)) / scale
-    half = z / scale * math.sqrt(p * (1 - p) / count + z * z / (4 * count * count))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    interval = binomtest(successes, count).proportion_ci(confidence_level=0.95, method="wilson")
+    return float(interval.low), float(interval.high)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from rich.console import Console
 
 from sglang_sparse.config import ConfigError
 from sglang_sparse.evaluate import harness
 from sglang_sparse.evaluate.arms import Arm, make_arms
 from sglang_sparse.evaluate.forcing import SCALE, ForcedTokens, serialized
 from sglang_sparse.evaluate.journal import Journal
-from sglang_sparse.evaluate.report import cells
+from sglang_sparse.evaluate.report import cells, draw, publish
 from sglang_sparse.tasks import wilson
 
 TOKENS = {
@@ -140,3 +144,71 @@ def test_cells_of_lm_eval_have_its_metrics_and_intervals() -> None:
     assert made["overlap bleu,none"]["low"] is None
     assert made["group exact_match,none"]["high"] == pytest.approx(0.698, abs=1e-3)
     assert all(c["arm"] == "128" and c["length"] is None for c in made.values())
+
+
+SHOWN = {"budget_unit": "tokens", "model": "m", "method": "sparcas"}
+ARMS = [Arm("dense", {}), Arm("128", {"budget": 128}), Arm("256", {"budget": 256})]
+
+
+def perfect(tasks: tuple[str, ...], count: int) -> list[dict[str, Any]]:
+    """Cells of tasks that every arm answers without a mistake."""
+    entries = [
+        {"task": task, "length": 4096, "index": i, "arm": arm.name, "exact": True, "recall": 1.0}
+        for task in tasks
+        for arm in ARMS
+        for i in range(count)
+    ]
+    return cells(entries, ARMS)
+
+
+def published(folder: Path, found: list[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    publish(folder, SHOWN, found, ARMS, Console(file=text, width=200))
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_a_perfect_score_is_printed_written_and_drawn(tmp_path: Path, count: int) -> None:
+    found = perfect(("passkey",), count)
+    told = published(tmp_path, found)
+    assert told.count("1.000]") == len(ARMS)
+    assert "warning" not in told
+    assert json.loads((tmp_path / "results.json").read_text())["cells"] == found
+    assert (tmp_path / "accuracy.png").read_bytes()[:4] == b"\x89PNG"
+    # Nothing left to ask: the report is made again.
+    assert published(tmp_path, found) == told
+
+
+def test_a_report_that_cannot_be_drawn_is_still_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = perfect(("passkey",), 4)
+    published(tmp_path, found[:1])
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ValueError("no ink\nat all")
+
+    monkeypatch.setattr(Figure, "savefig", refuse)
+    told = published(tmp_path, found).splitlines()
+    assert any("passkey" in line for line in told)
+    (warning,) = [line for line in told if line.startswith("warning: ")]
+    assert "accuracy.png was not drawn (ValueError: no ink at all)" in warning
+    assert warning == told[-1]
+    assert len(json.loads((tmp_path / "results.json").read_text())["cells"]) == len(ARMS)
+    assert (tmp_path / "results.csv").read_text().count("passkey") == len(ARMS)
+    assert not (tmp_path / "accuracy.png").exists(), "the picture of an earlier run was left"
+
+
+def test_equal_curves_stay_visible() -> None:
+    tasks = ("multi_key", "passkey", "single")
+    (axes,) = draw(perfect(tasks, 50), ARMS, SHOWN).axes
+    curves = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
+    places = [tuple(line.get_xdata()) for line in curves]
+    assert len(curves) == len(tasks)
+    assert len({x for place in places for x in place}) == 2 * len(tasks), "curves lie on another"
+    assert len({line.get_linestyle() for line in curves}) == len(tasks)
+    markers = [bars.lines[0] for bars in axes.containers]
+    assert len({line.get_marker() for line in markers}) == len(tasks)
+    # Every arm, dense too, is a point of each.
+    assert [len(line.get_xdata()) for line in markers] == [len(ARMS)] * len(tasks)
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["128", "256", "dense"]

@@ -59,6 +59,14 @@ def test_accuracy_needs_a_reply_for_each_sample() -> None:
 def test_wilson_interval_holds_its_proportion() -> None:
     low, high = wilson(190, 200)
     assert low < 0.95 < high
-    assert wilson(0, 200)[0] == 0.0
-    assert wilson(200, 200)[1] == pytest.approx(1.0)
     assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_wilson_interval_ends_exactly_where_no_or_every_trial_succeeds() -> None:
+    for count in range(1, 500):
+        assert wilson(0, count)[0] == 0.0, count
+        assert wilson(count, count)[1] == 1.0, count
+    # Closed forms of the other ends: z^2 / (n + z^2) and n / (n + z^2).
+    z2 = 1.959963985**2
+    assert wilson(0, 50)[1] == pytest.approx(z2 / (50 + z2), rel=1e-8)
+    assert wilson(50, 50)[0] == pytest.approx(50 / (50 + z2), rel=1e-8)
