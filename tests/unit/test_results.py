@@ -29,12 +29,20 @@ def test_the_decode_tables_are_rendered_from_the_committed_results(
     assert readme.read_text() == (ROOT / "README.md").read_text()
 
 
-def test_the_capacity_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
-    readme, results = tmp_path / "README.md", tmp_path / "results"
-    shutil.copy(ROOT / "README.md", readme)
-    shutil.copytree(ROOT / "loadtest" / "results" / "capacity-h200", results)
-    subprocess.run([sys.executable, ROOT / "loadtest" / "report.py", results, readme], check=True)
-    assert readme.read_text() == (ROOT / "README.md").read_text()
+def test_capacity_tables_are_rendered_from_the_committed_results(tmp_path: Path) -> None:
+    """Every page with the markers holds that table, and none where nothing was measured."""
+    committed, results = ROOT / "loadtest" / "results" / "capacity-h200", tmp_path / "results"
+    begin, end = "<!-- capacity:begin -->", "<!-- capacity:end -->"
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    tables = [p.read_text().split(begin)[1].split(end)[0] for p in pages if begin in p.read_text()]
+    expected = ""
+    if committed.exists():
+        shutil.copytree(committed, results)
+        subprocess.run([sys.executable, ROOT / "loadtest" / "report.py", results], check=True)
+        expected = (results / "capacity.md").read_text()
+        assert expected == (committed / "capacity.md").read_text()
+        assert tables, "no page shows the committed capacity"
+    assert {table.strip() for table in tables} <= {expected.strip()}
 
 
 def test_the_kernel_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
