@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ class Settings:
         drain: seconds that the last of them may take on top.
         least_rate: requests a second at which the grid begins.
         most_rate: at which it ends.
-        limit: seconds for all trials of a server; what is found by then is reported.
+        limit: seconds for a server that is up, warming included; what is found by then is reported.
         seed: of arrivals and questions.
         burst: requests sent at once before the first trial.
     """
@@ -203,7 +203,7 @@ def measure(
     Raises:
         ValueError: there is no limit, or the report to go on with has other settings.
     """
-    path = out / f"{label}.json"
+    begin, path = time.monotonic(), out / f"{label}.json"
     info = call(base_url, "/server_info")
     sparse = (info.get("internal_states") or [{}])[0].get("sparse")
     objective.check(bool(sparse))
@@ -249,7 +249,8 @@ def measure(
     write()
     rates = grid(settings.least_rate, settings.most_rate)
     longest = settings.seconds + settings.drain
-    search(run, limits, rates, seconds=settings.limit, longest=longest, trials=trials)
+    left = settings.limit - (time.monotonic() - begin)
+    search(run, limits, rates, seconds=left, longest=longest, trials=trials)
 
 
 def check_same(report: dict[str, Any], prior: dict[str, Any], path: Path) -> None:
@@ -272,6 +273,7 @@ def start_and_measure(
         "commit": args.commit or output_of("git", "rev-parse", "--short", "HEAD"),
         "flags": args.flags,
     }
+    begin = time.monotonic()
     for label in args.start:
         # With metrics a server says how long each request was queued.
         flags = ["--enable-metrics", *shlex.split(args.flags)]
@@ -279,7 +281,10 @@ def start_and_measure(
         command = server_command(args.model, args.port, args.max_batch, attention)
         logs = args.logs or args.out
         with running_server(command, args.port, logs / f"{label}.log") as url:
-            measure(url, label, scenario, settings, args.out, objective, args.resume, **where)
+            objective.wait(args.limit_wait)
+            left = settings.limit if args.total is None else begin + args.total - time.monotonic()
+            within = replace(settings, limit=min(settings.limit, left))
+            measure(url, label, scenario, within, args.out, objective, args.resume, **where)
         if objective == OWN:  # of the first, which is dense
             objective = Objective(report=args.out / f"{label}.json")
 
@@ -305,8 +310,11 @@ def parse() -> argparse.Namespace:
     limits = parser.add_mutually_exclusive_group()
     limits.add_argument("--limit-from", type=Path, metavar="REPORT",
                         help="dense server's report, whose unloaded step limits all")  # fmt: skip
+    parser.add_argument("--limit-wait", type=float, default=0.0,
+                        help="seconds to wait for that report, with --start")  # fmt: skip
     limits.add_argument("--limit-ms", type=float, nargs="+", help="limits in milliseconds instead")
     parser.add_argument("--resume", action="store_true", help="go on with LABEL.json of --out")
+    parser.add_argument("--no-page", action="store_true", help="leave the page to --combine")
     parser.add_argument("--label", help="name of the running server in the report")
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
     parser.add_argument("--max-batch", type=int, default=64)
@@ -317,7 +325,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drain", type=float, default=20.0, help="seconds for the last answers")
     parser.add_argument("--least-rate", type=float, default=0.25)
     parser.add_argument("--most-rate", type=float, default=256.0)
-    parser.add_argument("--limit", type=float, default=1200.0, help="seconds of trials a server")
+    parser.add_argument(
+        "--limit", type=float, default=1200.0, help="seconds a server, once it is up"
+    )
+    parser.add_argument("--total", type=float,
+                        help="seconds until the last trial ends, starts included")  # fmt: skip
     parser.add_argument("--burst", type=int, default=32, help="requests at once, to warm up")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     parser.add_argument("--seed", type=int, default=1)
@@ -345,7 +357,8 @@ def main() -> None:
             start_and_measure(args, scenario, settings, objective)
         else:
             measure(args.base_url, args.label, scenario, settings, args.out, objective, args.resume)
-        print(write_report(args.out))
+        if not args.no_page:
+            print(write_report(args.out))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -10,6 +10,7 @@ comparison; limits in milliseconds may be given instead.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,18 @@ class Objective:
             )
         if self.report is not None:
             self.limits(0.0)
+
+    def wait(self, seconds: float) -> None:
+        """Return when the report can be read; raise ValueError if it cannot in `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self.report is not None:
+            try:
+                self.limits(0.0)
+                return
+            except ValueError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.5)
 
     def limits(self, own_step_s: float) -> dict[str, float]:
         """Seconds between tokens of each objective.

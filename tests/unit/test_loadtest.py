@@ -24,6 +24,7 @@ from scripts import LOADTEST
 
 import arrivals  # isort: skip
 import capacity  # isort: skip
+import capacity_gpus  # isort: skip
 import client  # isort: skip
 import crossover  # isort: skip
 import decode_latency  # isort: skip
@@ -191,6 +192,53 @@ def test_every_server_is_held_to_the_dense_servers_step(tmp_path: Path) -> None:
         dense.check(sparse=True)
 
 
+def test_servers_beside_a_dense_one_wait_for_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "dense.json"
+    objective = objectives.Objective(report=path)
+    with pytest.raises(ValueError, match="is no report"):
+        objective.wait(0)
+    content = json.dumps({"unloaded": {"step_s": 0.006}})
+    path.write_text(content[:9])  # half written
+    threading.Timer(0.3, path.write_text, (content,)).start()
+    objective.wait(30)
+    assert objective.limits(1.0)["strict"] == pytest.approx(0.03)
+    objectives.OWN.wait(0)
+
+
+def test_presets_are_measured_as_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert capacity.as_shipped("psa") == ["--attention-backend", "sparse", "--sparse-method", "psa"]
+    assert capacity.as_shipped("dense")[:2] == ["--attention-backend", "flashinfer"]
+    lines = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, line: list[str], env: dict[str, str], **options: Any) -> None:
+            lines.append((env["CUDA_VISIBLE_DEVICES"], " ".join(line)))
+
+        def poll(self) -> int:
+            return 0
+
+        wait = poll
+
+    monkeypatch.setattr(capacity_gpus.subprocess, "Popen", Process)
+    line = ["capacity_gpus", "--out", str(tmp_path), "0=dense", "3=psa"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        capacity_gpus.main()
+    assert ended.value.code == 0
+    (gpu, dense), (other, psa) = lines
+    assert (gpu, other) == ("0", "3")
+    assert "--start dense" in dense
+    assert "--limit-from" not in dense
+    assert f"--limit-from {tmp_path / 'dense.json'}" in psa
+    assert "--sparse-config" not in psa
+    assert (
+        psa.replace("31300", "31000").split("--limit-from")[0]
+        == dense.replace("--start dense", "--start psa").partition(" --limit-from")[0] + " "
+    )
+
+
 def test_gaps_are_placed_in_the_time_of_their_trial() -> None:
     record = client.Record("n", started=103.0, first_token=0.5, gaps=[0.1, 0.2])
     assert capacity._samples(record, 100.0) == [
@@ -348,6 +396,12 @@ def test_failures_are_recorded_and_not_raised() -> None:
         (soak, "--out x --base-url http://127.0.0.1:9", ["--base-url", "no SGLang server answers"]),
         (decode_latency, "--label x --out x --base-url http://127.0.0.1:9", ["no SGLang server"]),
         (capacity, "--out x --start sparcas dense", ["dense first", "--limit-from"]),
+        (
+            capacity_gpus,
+            "--out x 0=sparcas",
+            ["--limit-from is missing", "no server here is dense"],
+        ),
+        (capacity_gpus, "--out x 0=nothing", ["'0=nothing' is not GPU=LABEL", "kascade_sketch"]),
         (report, "/nowhere", ["/nowhere", "no report"]),
     ],
 )
