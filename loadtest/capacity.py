@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The highest request rate that a server takes while its tokens still come fast enough.
 
-    python loadtest capacity --out results --base-url http://127.0.0.1:30000 --label sparcas
-    python loadtest capacity --out results --start dense sparcas    # in turn, on a GPU
+    python loadtest capacity --out here --base-url URL --label dense       # first
+    python loadtest capacity --out here --base-url URL --label sparcas --limit-from here/dense.json
+    python loadtest capacity --out here --start dense sparcas              # both in turn, on a GPU
+    python loadtest capacity --out page --combine a/dense.json b/sparcas.json
 
-As in the PSA paper (arXiv:2503.00392): requests arrive as a Poisson process, and a rate is within
-capacity if the 99th percentile of the time between tokens stays under 5 x (strict) or 25 x
-(relaxed) the decode step of a single request, and the median time in the queue under 2 seconds.
-The rate is doubled until it fails and then bisected. Writes `LABEL.json` for each server, and
-`capacity.html` for all that are in the folder.
+Requests arrive as a Poisson process. :mod:`objectives` says what a rate is held to: limits that
+follow from the dense server's unloaded decode step, the same for every server, or `--limit-ms`.
+Every server is searched by bisection of one grid of rates (:mod:`rates`), with the same arrivals
+and questions at the same rate. Writes `LABEL.json` for each server, and `capacity.html` and
+`capacity.md` for all that are in the folder.
 """
 
 from __future__ import annotations
@@ -17,56 +19,55 @@ import argparse
 import json
 import shlex
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from arrivals import poisson
 from client import Record, call, server_url, stream
-from compare_latency import CONFIGURATIONS, gpu, output_of, running_server
-from report import failed_at, write_report
+from compare_latency import METHODS, gpu, output_of, running_server, server_command
+from objectives import (
+    OWN,
+    Objective,
+    highest_met,
+    lowest_missed,
+    percentile,
+    percentile_interval,
+    verdict,
+)
+from rates import grid, search
+from report import read_reports, write_report
 from scenarios import Conversations, Scenario, scenario_name
 
-FACTORS = {"strict": 5.0, "relaxed": 25.0}
-MOST_QUEUED_SECONDS = 2.0
 HERE = Path(__file__).parent
-# What may be late without failing a rate: requests still running when the drain ends.
-_MOST_UNFINISHED = 0.01
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How one server is measured.
+    """How every server of a comparison is measured.
 
     Attributes:
         seconds: that requests arrive for, a trial.
         drain: seconds that the last of them may take on top.
-        first_rate: requests a second of the first trial.
-        most_rate: where the search ends.
-        bisections: of the interval that the doubling leaves.
-        limit: seconds for all trials of a server; what is found by then is reported.
+        least_rate: requests a second at which the grid begins.
+        most_rate: at which it ends.
+        limit: seconds for a server that is up, warming included; what is found by then is reported.
         seed: of arrivals and questions.
         burst: requests sent at once before the first trial.
     """
 
     seconds: float
     drain: float
-    first_rate: float
+    least_rate: float
     most_rate: float
-    bisections: int
     limit: float
     seed: int
     burst: int = 0
-
-
-def percentile(values: list[float], share: float) -> float:
-    """The value that `share` of `values` do not exceed; the nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1e6) * len(ordered) // 10**6) - 1))]
 
 
 def model_of(base_url: str) -> str:
@@ -122,7 +123,7 @@ def trial(
 
     times = list(poisson(rate, settings.seconds, settings.seed))
     bodies = [next(source.requests([])) for _ in times]
-    begin = time.perf_counter()
+    begin, wall = time.perf_counter(), time.time()
     for at, body in zip(times, bodies, strict=True):
         time.sleep(max(0.0, begin + at - time.perf_counter()))
         threads.append(threading.Thread(target=send, args=(body,), daemon=True))
@@ -138,19 +139,24 @@ def trial(
             thread.join(30)
     done = [record for record in records if record.error is None]
     failed = [r.error for r in records if r.error not in (None, "aborted")]
-    gaps = [gap for record in records for gap in record.gaps]
+    # Only while requests arrive: the load falls off afterwards.
+    samples = [s for record in records for s in _samples(record, wall) if s[0] <= settings.seconds]
+    ends, gaps = [end for end, _ in samples], [gap for _, gap in samples]
     firsts = [r.first_token for r in done if r.first_token is not None]
     queued = [_queued(record, alone) for record in done]
     return {
         "rate": rate,
+        "arrival_seconds": settings.seconds,
         "sent": len(times),
         "done": len(done),
         "unfinished": unfinished,
         "failed": len(failed),
         "first_failure": failed[0] if failed else None,
         "seconds": seconds,
+        "gaps": len(gaps),
         "gap_p50_s": percentile(gaps, 0.5) if gaps else None,
         "gap_p99_s": percentile(gaps, 0.99) if gaps else None,
+        "gap_p99_interval_s": percentile_interval(ends, gaps),
         "first_token_p50_s": percentile(firsts, 0.5) if firsts else None,
         "queued_p50_s": percentile(queued, 0.5) if queued else None,
         "tokens_per_second": sum(r.output_tokens for r in done) / seconds,
@@ -166,63 +172,10 @@ def _queued(record: Record, alone: dict[str, float]) -> float:
     return max(0.0, (record.first_token or record.total) - alone["first_token_s"])
 
 
-def within(outcome: dict[str, Any], limit_s: float) -> bool:
-    """Whether a trial met an objective on the time between tokens."""
-    return (
-        outcome["failed"] == 0
-        and outcome["unfinished"] <= _MOST_UNFINISHED * outcome["sent"]
-        and outcome["gap_p99_s"] is not None
-        and outcome["gap_p99_s"] <= limit_s
-        and outcome["queued_p50_s"] <= MOST_QUEUED_SECONDS
-    )
-
-
-def search(
-    run: Callable[[float], dict[str, Any]],
-    limits: dict[str, float],
-    settings: Settings,
-    note: Callable[[list[dict[str, Any]]], None] = lambda trials: None,
-) -> list[dict[str, Any]]:
-    """Trials in the order in which they were run: doubling, then bisection.
-
-    Args:
-        run: rate -> outcome of :func:`trial`.
-        limits: seconds between tokens of each objective.
-        settings: of the search.
-        note: told the trials so far after each of them.
-    """
-    trials: list[dict[str, Any]] = []
-    begin = time.perf_counter()
-
-    def again() -> bool:
-        return time.perf_counter() - begin < settings.limit
-
-    def attempt(rate: float) -> dict[str, Any]:
-        outcome = run(rate)
-        outcome["within"] = {name: within(outcome, limit) for name, limit in limits.items()}
-        trials.append(outcome)
-        note(trials)
-        print(json.dumps(outcome), flush=True)
-        return outcome
-
-    rate = settings.first_rate
-    while again() and any(attempt(rate)["within"].values()) and rate < settings.most_rate:
-        rate = min(2 * rate, settings.most_rate)
-    # In turn, so that a limit of time leaves both objectives about as well known.
-    for _ in range(settings.bisections):
-        for name in limits:
-            low = best_rate(trials, name)
-            high = failed_at(trials, name)
-            if high is not None and again():
-                attempt((low + high) / 2 if low else high / 2)
-    return trials
-
-
-def best_rate(trials: list[dict[str, Any]], name: str) -> float:
-    """The highest rate below every one that failed the objective; 0 if none met it."""
-    failed = failed_at(trials, name)
-    met = [t["rate"] for t in trials if t["within"][name]]
-    return max((rate for rate in met if failed is None or rate < failed), default=0.0)
+def _samples(record: Record, wall: float) -> list[tuple[float, float]]:
+    """(seconds after `wall` at which it ended, length) of each gap between tokens."""
+    first = record.started - wall + (record.first_token or 0.0)
+    return list(zip(accumulate(record.gaps, initial=first), [0.0, *record.gaps], strict=True))[1:]
 
 
 def measure(
@@ -231,6 +184,8 @@ def measure(
     scenario: Scenario,
     settings: Settings,
     out: Path,
+    objective: Objective = OWN,
+    resume: bool = False,
     **where: str | None,
 ) -> None:
     """Everything about one server; the report is written anew after each trial.
@@ -241,13 +196,22 @@ def measure(
         scenario: what is asked.
         settings: of the search.
         out: folder of the report, `LABEL.json`.
+        objective: what it is held to.
+        resume: go on with the report that is there.
         where: what else to note: the device, the commit.
+
+    Raises:
+        ValueError: there is no limit, or the report to go on with has other settings.
     """
+    begin, path = time.monotonic(), out / f"{label}.json"
     info = call(base_url, "/server_info")
+    sparse = (info.get("internal_states") or [{}])[0].get("sparse")
+    objective.check(bool(sparse))
     warm(base_url, scenario, settings.burst)
-    alone = unloaded(base_url, scenario, settings.seed)
-    limits = {name: factor * alone["step_s"] for name, factor in FACTORS.items()}
-    print(json.dumps({"label": label, **alone}), flush=True)
+    prior = json.loads(path.read_text()) if resume and path.exists() else None
+    alone = prior["unloaded"] if prior else unloaded(base_url, scenario, settings.seed)
+    limits = objective.limits(alone["step_s"])
+    print(json.dumps({"label": label, **alone, "limits_s": limits}), flush=True)
     report = {
         "label": label,
         "scenario": scenario.name,
@@ -255,69 +219,149 @@ def measure(
         **where,
         "sglang": info.get("version"),
         "max_total_num_tokens": info.get("max_total_num_tokens"),
-        "sparse": (info.get("internal_states") or [{}])[0].get("sparse"),
+        "sparse": sparse,
         "settings": asdict(settings),
         "unloaded": alone,
         "limits_s": limits,
+        "limits_from": objective.source or f"{label}.json",
     }
+    trials: list[dict[str, Any]] = []
+    if prior:
+        check_same(report, prior, path)
+        trials = prior["trials"]
 
-    def write(trials: list[dict[str, Any]]) -> None:
-        report["capacity"] = {name: best_rate(trials, name) for name in limits}
+    def write() -> None:
+        report["capacity"] = {
+            name: {"met": highest_met(trials, name), "missed": lowest_missed(trials, name)}
+            for name in limits
+        }
         report["trials"] = trials
-        (out / f"{label}.json").write_text(json.dumps(report, indent=1) + "\n")
+        path.write_text(json.dumps(report, indent=1) + "\n")
 
-    search(lambda r: trial(base_url, scenario, r, settings, alone), limits, settings, write)
+    def run(rate: float) -> dict[str, Any]:
+        outcome = trial(base_url, scenario, rate, settings, alone)
+        outcome["verdicts"] = {name: verdict(outcome, limit) for name, limit in limits.items()}
+        trials.append(outcome)
+        write()
+        print(json.dumps(outcome), flush=True)
+        return outcome
+
+    write()
+    rates = grid(settings.least_rate, settings.most_rate)
+    longest = settings.seconds + settings.drain
+    left = settings.limit - (time.monotonic() - begin)
+    search(run, limits, rates, seconds=left, longest=longest, trials=trials)
 
 
-def start_and_measure(args: argparse.Namespace, scenario: Scenario, settings: Settings) -> None:
-    """Start each named configuration on a GPU, one after the other."""
+def check_same(report: dict[str, Any], prior: dict[str, Any], path: Path) -> None:
+    """Raise ValueError unless a report can be gone on with."""
+    same = ("scenario", "limits_s", "sglang", "commit")
+    names = [name for name in same if report.get(name) != prior.get(name)]
+    names += [n for n in ("seconds", "seed") if report["settings"][n] != prior["settings"][n]]
+    if names:
+        raise ValueError(
+            f"--resume: {path} was measured with another {', '.join(names)}; leave --resume out"
+        )
+
+
+def start_and_measure(
+    args: argparse.Namespace, scenario: Scenario, settings: Settings, objective: Objective
+) -> None:
+    """Start each named configuration on a GPU with its preset as shipped, one after the other."""
     where = {
         "device": gpu("name"),
         "commit": args.commit or output_of("git", "rev-parse", "--short", "HEAD"),
         "flags": args.flags,
     }
+    begin = time.monotonic()
     for label in args.start:
         # With metrics a server says how long each request was queued.
-        flags = ("--enable-metrics", *shlex.split(args.flags))
-        with running_server(label, args.model, args.port, args.max_batch, args.out, *flags) as url:
-            measure(url, label, scenario, settings, args.out, **where)
+        flags = ["--enable-metrics", *shlex.split(args.flags)]
+        attention = [*as_shipped(label), *flags]
+        command = server_command(args.model, args.port, args.max_batch, attention)
+        logs = args.logs or args.out
+        with running_server(command, args.port, logs / f"{label}.log") as url:
+            objective.wait(args.limit_wait)
+            left = settings.limit if args.total is None else begin + args.total - time.monotonic()
+            within = replace(settings, limit=min(settings.limit, left))
+            measure(url, label, scenario, within, args.out, objective, args.resume, **where)
+        if objective == OWN:  # of the first, which is dense
+            objective = Objective(report=args.out / f"{label}.json")
 
 
-def main() -> None:
-    """Measure a running server, or start some and measure them."""
+def as_shipped(label: str) -> list[str]:
+    """Flags of a server with a method's preset as shipped, or of a dense one with equal pages."""
+    if label == "dense":
+        return ["--attention-backend", "flashinfer", "--page-size", "64"]
+    return ["--attention-backend", "sparse", "--sparse-method", label]
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
     parser.add_argument("--scenario", type=scenario_name, default="shared_documents",
                         help="name, or path of a file")  # fmt: skip
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--base-url", type=server_url, help="a running server")
-    where.add_argument("--start", nargs="+", choices=CONFIGURATIONS, help="servers to start")
+    where.add_argument("--start", nargs="+", choices=("dense", *METHODS), help="servers to start")
+    where.add_argument("--combine", nargs="+", type=Path, metavar="REPORT",
+                       help="reports of several servers, to put on one page")  # fmt: skip
+    limits = parser.add_mutually_exclusive_group()
+    limits.add_argument("--limit-from", type=Path, metavar="REPORT",
+                        help="dense server's report, whose unloaded step limits all")  # fmt: skip
+    parser.add_argument("--limit-wait", type=float, default=0.0,
+                        help="seconds to wait for that report, with --start")  # fmt: skip
+    limits.add_argument("--limit-ms", type=float, nargs="+", help="limits in milliseconds instead")
+    parser.add_argument("--resume", action="store_true", help="go on with LABEL.json of --out")
+    parser.add_argument("--no-page", action="store_true", help="leave the page to --combine")
     parser.add_argument("--label", help="name of the running server in the report")
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
     parser.add_argument("--max-batch", type=int, default=64)
     parser.add_argument("--port", type=int, default=31000)
+    parser.add_argument("--logs", type=Path, help="folder of the logs of servers it starts")
     parser.add_argument("--flags", default="", help="more flags of the servers to start, as text")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--drain", type=float, default=20.0)
-    parser.add_argument("--first-rate", type=float, default=1.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals, a trial")
+    parser.add_argument("--drain", type=float, default=20.0, help="seconds for the last answers")
+    parser.add_argument("--least-rate", type=float, default=0.25)
     parser.add_argument("--most-rate", type=float, default=256.0)
-    parser.add_argument("--bisections", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds of trials a server")
+    parser.add_argument(
+        "--limit", type=float, default=1200.0, help="seconds a server, once it is up"
+    )
+    parser.add_argument("--total", type=float,
+                        help="seconds until the last trial ends, starts included")  # fmt: skip
     parser.add_argument("--burst", type=int, default=32, help="requests at once, to warm up")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.base_url and not args.label:
         parser.error("--base-url needs --label")
+    if args.start and not (args.limit_from or args.limit_ms or args.start[0] == "dense"):
+        parser.error("--start: name dense first, or give --limit-from or --limit-ms")
+    return args
+
+
+def main() -> None:
+    """Measure a running server, start some and measure them, or combine reports."""
+    args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
-    names = ("seconds", "drain", "first_rate", "most_rate", "bisections", "limit", "seed", "burst")
+    names = ("seconds", "drain", "least_rate", "most_rate", "limit", "seed", "burst")
     settings = Settings(**{name: getattr(args, name) for name in names})
-    scenario = Scenario.load(args.scenario)
-    if args.start:
-        start_and_measure(args, scenario, settings)
-    else:
-        measure(args.base_url, args.label, scenario, settings, args.out)
-    write_report(args.out)
+    try:
+        if args.combine:
+            print(write_report(args.out, read_reports(args.combine)))
+            return
+        objective = Objective(args.limit_from, tuple(args.limit_ms or ()))
+        scenario = Scenario.load(args.scenario)
+        if args.start:
+            start_and_measure(args, scenario, settings, objective)
+        else:
+            measure(args.base_url, args.label, scenario, settings, args.out, objective, args.resume)
+        if not args.no_page:
+            print(write_report(args.out))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,10 @@ from profile_decode import profile
 HERE = Path(__file__).parent
 # Short rows are measured sparse too, so that the crossover can be read off.
 SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 4096}']
+METHODS = ("sparcas", "page_minmax", "kascade", "kascade_sketch", "psa")
 CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
-    "sparcas": [*SPARSE, "--sparse-method", "sparcas"],
-    "page_minmax": [*SPARSE, "--sparse-method", "page_minmax"],
-    "kascade": [*SPARSE, "--sparse-method", "kascade"],
-    "kascade_sketch": [*SPARSE, "--sparse-method", "kascade_sketch"],
-    "psa": [*SPARSE, "--sparse-method", "psa"],
+    **{method: [*SPARSE, "--sparse-method", method] for method in METHODS},
 }
 START_SECONDS = 400
 
@@ -84,12 +81,9 @@ def gpu(field: str) -> str | None:
 
 
 @contextmanager
-def running_server(
-    label: str, model: Path, port: int, max_batch: int, logs: Path, *flags: str
-) -> Iterator[str]:
-    """Start the server of one configuration, with `flags` behind its own; yield its address."""
-    log, url = logs / f"{label}.log", f"http://127.0.0.1:{port}"
-    command = [*server_command(model, port, max_batch, CONFIGURATIONS[label]), *flags]
+def running_server(command: list[str], port: int, log: Path) -> Iterator[str]:
+    """Start a server by its command, see :func:`server_command`; yield its address."""
+    url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         server = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -109,13 +103,12 @@ def run(label: str, args: argparse.Namespace) -> None:
     cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
     separate = [int(cell.split("x")[1]) for cell in args.separate]
     batch = max(*args.batches, *separate, *(size for _, size in cells))
-    flags = shlex.split(args.flags)
-    with running_server(label, args.model, args.port, batch, args.logs, *flags) as url:
+    attention = [*CONFIGURATIONS[label], *shlex.split(args.flags)]
+    command = server_command(args.model, args.port, batch, attention)
+    with running_server(command, args.port, args.logs / f"{label}.log") as url:
         measure_server(url, label, args, out)
         used = gpu("memory.used")
         profiles = [profile(url, *cell, args.vocab) for cell in cells]
-    attention = [*CONFIGURATIONS[label], *flags]
-    command = server_command(args.model, args.port, batch, attention)
     report = json.loads(out.read_text())
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")

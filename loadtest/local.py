@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import server_host
-from compare_latency import wait_until_up
+from compare_latency import METHODS, wait_until_up
 
 MODEL = Path(__file__).parents[1] / "configs" / "reference" / "model"
 COMMON = [
@@ -28,7 +28,6 @@ COMMON = [
 CPU = ["--device", "cpu", "--disable-overlap-schedule", "--dtype", "float32"]
 PORTS = range(20_000, 32_000)
 SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 512}']
-METHODS = ("sparcas", "page_minmax", "kascade", "kascade_sketch", "psa")
 CONFIGURATIONS = {
     "dense": ["--page-size", "64"],
     **{method: [*SPARSE, "--sparse-method", method] for method in METHODS},

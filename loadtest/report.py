@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTML page of the capacity reports in a folder: a table and plots, no other files needed.
+"""Capacity reports of several servers as one HTML page and one Markdown table.
 
-python loadtest/report.py results              # writes results/capacity.html
-python loadtest/report.py results docs/results.md    # and the table between its markers
+python loadtest/report.py results              # writes results/capacity.html and capacity.md
+python loadtest/report.py results README.md    # and the table between README's markers
 """
 
 from __future__ import annotations
@@ -11,25 +11,107 @@ import argparse
 import html
 import io
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from objectives import LEAST_SECONDS, MET, MISSED, UNDECIDED
 from render_latency import fill
 
+Reports = list[dict[str, Any]]
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .3rem .8rem; text-align: right }
 th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd } .name { text-align: left }
-svg { max-width: 100%; height: auto } .met { color: #080 } .missed { color: #a00 }
+svg { max-width: 100%; height: auto }
+.met { color: #064 } .missed { color: #900; font-weight: bold } .undecided { color: #555 }
 """
+RULE = (
+    "Capacity is the highest rate of Poisson arrivals at which the 99th percentile of the time "
+    "between tokens stays within a limit, every request is answered, and the median time in the "
+    "queue stays within 2 s. The limits are the same for every server. A rate is <b>met</b> if the "
+    "whole 95 % interval of the percentile lies within the limit, <b>missed</b> if all of it lies "
+    "above, or if answers or the queue failed, and <b>undecided</b> otherwise, as in every trial "
+    f"under {LEAST_SECONDS:g} s."
+)
 
 
-def _reports(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    reports = [r for r in found if isinstance(r, dict) and "capacity" in r and "trials" in r]
-    # Dense first: the others are read against it.
-    return sorted(reports, key=lambda r: (r["label"] != "dense", r["label"]))
+def read_reports(paths: Iterable[Path]) -> Reports:
+    """The reports among some JSON files, the one that limits come from first.
+
+    Raises:
+        ValueError: there is none, or they cannot be compared.
+    """
+    reports = []
+    for path in paths:
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read ({error})") from error
+        if isinstance(content, dict) and "limits_from" in content and "trials" in content:
+            reports.append(content)
+    if not reports:
+        raise ValueError("these files hold no report of capacity.py")
+    first = reports[0]
+    for report in reports[1:]:
+        for name in ("scenario", "limits_s"):
+            if report[name] != first[name]:
+                raise ValueError(
+                    f"{first['label']} and {report['label']} cannot be compared: {name} is "
+                    f"{first[name]} and {report[name]}; measure both with the same --limit-from"
+                )
+        if report["settings"]["seconds"] != first["settings"]["seconds"]:
+            raise ValueError(f"{first['label']} and {report['label']} have trials of other lengths")
+    return sorted(reports, key=lambda r: (f"{r['label']}.json" != r["limits_from"], r["label"]))
+
+
+def trial_at(report: dict[str, Any], rate: float | None) -> dict[str, Any] | None:
+    """The trial at a rate."""
+    return next((t for t in report["trials"] if t["rate"] == rate), None)
+
+
+def answer(report: dict[str, Any], name: str) -> str:
+    """What a report says about an objective, in words."""
+    found = report["capacity"][name]
+    met, missed = found["met"], found["missed"]
+    words = [] if met is None else [f"{met:g} {MET}"]
+    if missed is not None:
+        words.append(f"{missed:g} {MISSED}")
+    between = [
+        t["rate"] for t in report["trials"]
+        if t["verdicts"][name] == UNDECIDED and (missed is None or t["rate"] < missed)
+        and (met is None or t["rate"] > met)
+    ]  # fmt: skip
+    if between:
+        words.append(f"{', '.join(f'{rate:g}' for rate in sorted(between))} {UNDECIDED}")
+    return ", ".join(words) or "no trial"
+
+
+def samples(report: dict[str, Any], name: str) -> str:
+    """The percentile at the highest rate met, its interval, and of how many gaps."""
+    trial = trial_at(report, report["capacity"][name]["met"])
+    if trial is None:
+        return "-"
+    low, high = trial["gap_p99_interval_s"]
+    return (
+        f"{1000 * trial['gap_p99_s']:.1f} ms [{1000 * low:.1f}, {1000 * high:.1f}], "
+        f"{trial['gaps']:,} gaps"
+    )
+
+
+def ratio(report: dict[str, Any], base: dict[str, Any], name: str) -> str:
+    """Between which factors a server's capacity lies beside another's, as far as is known."""
+    one, other = report["capacity"][name], base["capacity"][name]
+    low = one["met"] / other["missed"] if one["met"] and other["missed"] else None
+    high = one["missed"] / other["met"] if one["missed"] and other["met"] else None
+    if low is None and high is None:
+        return "-"
+    if high is None:
+        return f"above {low:.2f} x"
+    if low is None:
+        return f"below {high:.2f} x"
+    return f"{low:.2f} to {high:.2f} x"
 
 
 def _svg(figure: Any) -> str:
@@ -39,69 +121,57 @@ def _svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _plots(reports: list[dict[str, Any]]) -> str:
+def _plots(reports: Reports) -> str:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
     gaps, queues = figure.subplots(1, 2)
     for number, report in enumerate(reports):
+        color, marker = f"C{number % 10}", "os^Dv<>P*X"[number % 10]
         trials = sorted(report["trials"], key=lambda t: t["rate"])
-        color = f"C{number}"
         for axes, key, scale in ((gaps, "gap_p99_s", 1000), (queues, "queued_p50_s", 1)):
-            points = [(t["rate"], scale * t[key]) for t in trials if t[key] is not None]
-            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=report["label"])
-        for name, limit in report["limits_s"].items():
-            style = ":" if name == "strict" else "--"
-            gaps.axhline(1000 * limit, color=color, linestyle=style, linewidth=0.8)
+            shown = [t for t in trials if t[key] is not None]
+            rates, values = [t["rate"] for t in shown], [scale * t[key] for t in shown]
+            axes.plot(rates, values, marker=marker, color=color, label=report["label"])
+            if axes is gaps:
+                ends = [t["gap_p99_interval_s"] or (t[key], t[key]) for t in shown]
+                axes.vlines(rates, [scale * e[0] for e in ends], [scale * e[1] for e in ends],
+                            color=color)  # fmt: skip
+    for name, limit in reports[0]["limits_s"].items():
+        gaps.axhline(1000 * limit, color="grey", linestyle="--", linewidth=0.8)
+        gaps.annotate(f"{name}: {1000 * limit:.1f} ms", (0.01, 1000 * limit), va="bottom",
+                      xycoords=("axes fraction", "data"), fontsize="small")  # fmt: skip
     queues.axhline(2, color="grey", linestyle="--", linewidth=0.8)
-    gaps.set(ylabel="time between tokens, P99, ms", title="dotted: 5 x, dashed: 25 x")
+    gaps.set(ylabel="time between tokens, P99, ms", yscale="log")
     queues.set(ylabel="time in the queue, median, s", title="dashed: 2 s")
     for axes in (gaps, queues):
         axes.set_xlabel("requests a second")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.legend()
-    gaps.set_yscale("log")
-    bars = Figure(figsize=(10, 3), layout="constrained")
-    axes = bars.add_subplot()
-    names = list(reports[0]["capacity"])
-    width = 0.8 / len(reports)
-    for number, report in enumerate(reports):
-        places = [i + number * width for i in range(len(names))]
-        shown = axes.bar(places, [report["capacity"][n] for n in names], width,
-                         label=report["label"])  # fmt: skip
-        axes.bar_label(shown, fmt="%g")
-    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(names))], names)
-    axes.set_ylabel("capacity, requests a second")
-    axes.margins(y=0.12)
-    axes.legend()
-    return _svg(bars) + _svg(figure)
-
-
-def failed_at(trials: list[dict[str, Any]], name: str) -> float | None:
-    """The lowest rate that failed an objective; None if all met it."""
-    return min((t["rate"] for t in trials if not t["within"][name]), default=None)
+    return _svg(figure)
 
 
 def _cell(value: Any, scale: float = 1, digits: int = 2) -> str:
     return "<td>-</td>" if value is None else f"<td>{value * scale:.{digits}f}</td>"
 
 
-def _table(reports: list[dict[str, Any]]) -> str:
-    names = list(reports[0]["capacity"])
+def _table(reports: Reports) -> str:
     heads = "".join(
-        f"<th>{name}: requests/s</th><th>lowest that failed</th><th>beside the first</th>"
-        for name in names
+        f"<th>{name} ({1000 * limit:.1f} ms): requests/s</th>"
+        "<th>P99 at the highest met [95 % interval]</th><th>beside the first</th>"
+        for name, limit in reports[0]["limits_s"].items()
     )
     rows = []
     for report in reports:
         row = f"<td class=name>{html.escape(report['label'])}</td>"
         row += _cell(report["unloaded"]["step_s"], 1000)
         row += _cell(report["unloaded"]["first_token_s"], 1000, 0)
-        for name in names:
-            base, rate = reports[0]["capacity"][name], report["capacity"][name]
-            row += _cell(rate) + _cell(failed_at(report["trials"], name))
-            row += f"<td>{rate / base:.2f} x</td>" if base else "<td>-</td>"
+        for name in report["limits_s"]:
+            beside = "" if report is reports[0] else ratio(report, reports[0], name)
+            row += "".join(
+                f"<td>{text}</td>" for text in (answer(report, name), samples(report, name), beside)
+            )
         rows.append(f"<tr>{row}</tr>")
     return (
         "<table><tr><th class=name>server</th><th>decode step alone, ms</th>"
@@ -112,84 +182,76 @@ def _table(reports: list[dict[str, Any]]) -> str:
 def _trials(report: dict[str, Any]) -> str:
     rows = []
     for trial in sorted(report["trials"], key=lambda t: t["rate"]):
-        marks = " ".join(
-            f"<span class={'met' if met else 'missed'}>{name} {'met' if met else 'missed'}</span>"
-            for name, met in trial["within"].items()
+        marks = "".join(
+            f"<td class='name {word}'>{word}</td>" for word in trial["verdicts"].values()
         )
+        ends = trial["gap_p99_interval_s"]
+        interval = "-" if ends is None else f"{1000 * ends[0]:.2f} to {1000 * ends[1]:.2f}"
         rows.append(
             f"<tr>{_cell(trial['rate'])}<td>{trial['done']} of {trial['sent']}</td>"
-            f"{_cell(trial['gap_p50_s'], 1000)}{_cell(trial['gap_p99_s'], 1000)}"
+            f"<td>{trial['gaps']:,}</td>{_cell(trial['gap_p50_s'], 1000)}"
+            f"{_cell(trial['gap_p99_s'], 1000)}<td>{interval}</td>"
             f"{_cell(trial['first_token_p50_s'], 1000, 0)}{_cell(trial['queued_p50_s'], 1, 3)}"
-            f"{_cell(trial['tokens_per_second'], 1, 0)}<td class=name>{marks}</td></tr>"
+            f"{_cell(trial['tokens_per_second'], 1, 0)}{marks}</tr>"
         )
-    where = " · ".join(
-        str(part)
-        for part in (
-            report.get("device"),
-            report.get("commit"),
-            f"sglang {report['sglang']}",
-            report.get("flags"),
-        )
-        if part
-    )
+    parts = (report.get("device"), report.get("commit"), f"sglang {report['sglang']}",
+             report.get("flags"), f"trials of {report['settings']['seconds']:g} s")  # fmt: skip
+    where = " · ".join(str(part) for part in parts if part)
+    heads = "".join(f"<th class=name>{html.escape(name)}</th>" for name in report["limits_s"])
     return (
         f"<h2>{html.escape(report['label'])}</h2><p>{html.escape(where)}</p>"
-        "<table><tr><th>requests/s</th><th>done</th><th>between tokens P50, ms</th><th>P99, ms</th>"
+        "<table><tr><th>requests/s</th><th>done</th><th>gaps</th>"
+        "<th>between tokens P50, ms</th><th>P99, ms</th><th>95 % interval, ms</th>"
         "<th>first token P50, ms</th><th>queue P50, s</th><th>tokens/s</th>"
-        f"<th class=name>objectives</th></tr>{''.join(rows)}</table>"
+        f"{heads}</tr>{''.join(rows)}</table>"
     )
 
 
-def page(reports: list[dict[str, Any]]) -> str:
-    """The page; `reports` are those of `capacity.py`, at least one."""
-    scenario = reports[0]
-    about = f"{scenario['scenario']}: {scenario['about']}"
-    rule = (
-        "Capacity is the highest rate of Poisson arrivals at which the 99th percentile of the time "
-        "between tokens stays under 5 x (strict) or 25 x (relaxed) the decode step of a single "
-        "request on that server, and the median time in the queue under 2 s."
-    )
+def page(reports: Reports) -> str:
+    """The page; `reports` are those of :func:`read_reports`."""
+    first = reports[0]
+    about = f"{first['scenario']}: {first['about']}"
+    limits = " and ".join(f"{n} {1000 * limit:.1f} ms" for n, limit in first["limits_s"].items())
+    source = f"Limits, from {first['limits_from']}: {limits}."
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>Capacity</title>"
-        f"<style>{STYLE}</style><h1>Capacity</h1><p>{html.escape(about)}</p><p>{rule}</p>"
+        f"<style>{STYLE}</style><h1>Capacity</h1><p>{html.escape(about)}</p><p>{RULE}</p>"
+        f"<p>{html.escape(source)}</p>"
         f"{_table(reports)}{_plots(reports)}{''.join(map(_trials, reports))}</html>\n"
     )
 
 
-def markdown(reports: list[dict[str, Any]]) -> str:
-    """The table for a page: of each objective the highest rate that met it, and what failed."""
-    names = list(reports[0]["capacity"])
-    lines = ["| | decode step alone | " + " | ".join(f"{n}: requests/s" for n in names) + " |"]
-    lines.append("| --- | ---: |" + " ---: |" * len(names))
+def markdown(reports: Reports) -> str:
+    """The table for a page of text: what each objective was met and missed at."""
+    limits = reports[0]["limits_s"]
+    heads = [f"{n} ({1000 * v:.1f} ms): requests/s | P99 there | beside {reports[0]['label']}"
+             for n, v in limits.items()]  # fmt: skip
+    lines = ["| | decode step alone | " + " | ".join(heads) + " |"]
+    lines.append("| --- | ---: |" + " --- | --- | --- |" * len(limits))
     for report in reports:
         row = [report["label"], f"{1000 * report['unloaded']['step_s']:.2f} ms"]
-        for name in names:
-            base, rate = reports[0]["capacity"][name], report["capacity"][name]
-            failed = failed_at(report["trials"], name)
-            text = f"{rate:g}" + ("" if failed is None else f", not {failed:g}")
-            if report is not reports[0] and base:
-                text += f" ({rate / base:.2f} x)"
-            row.append(text)
+        for name in limits:
+            beside = "" if report is reports[0] else ratio(report, reports[0], name)
+            row += [answer(report, name), samples(report, name), beside]
         lines.append("| " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-def write_report(folder: Path) -> Path:
-    """Write `capacity.html` beside the reports.
+def write_report(folder: Path, reports: Reports | None = None) -> Path:
+    """Write `capacity.html` and `capacity.md`; of the reports in the folder if none are given.
 
     Raises:
-        ValueError: the folder holds none.
+        ValueError: there are none, or they cannot be compared.
     """
-    reports = _reports(folder)
-    if not reports:
-        raise ValueError(f"{folder} holds no report of capacity.py")
+    reports = reports or read_reports(sorted(folder.glob("*.json")))
+    (folder / "capacity.md").write_text(markdown(reports) + "\n", encoding="utf-8")
     path = folder / "capacity.html"
     path.write_text(page(reports), encoding="utf-8")
     return path
 
 
 def main() -> None:
-    """Write the page, and fill in a table."""
+    """Write the page and the table, and fill in the table of another file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="folder with reports of capacity.py")
     parser.add_argument("readme", type=Path, nargs="?", help="file with the table's markers")
@@ -197,9 +259,9 @@ def main() -> None:
     try:
         print(write_report(args.results))
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(f"{args.results}: {error}")
     if args.readme is not None:
-        fill(args.readme, "capacity", markdown(_reports(args.results)))
+        fill(args.readme, "capacity", (args.results / "capacity.md").read_text().rstrip())
 
 
 if __name__ == "__main__":

@@ -72,21 +72,42 @@ def test_capacity_of_a_running_server_in_one_page(live: LiveServer, tmp_path: Pa
     path.write_text(json.dumps(scenario))
     command = [sys.executable, str(LOADTEST), "capacity", "--out", str(tmp_path)]
     command += ["--base-url", live.url, "--label", "tested", "--scenario", str(path)]
-    command += ["--seconds", "2", "--drain", "5", "--most-rate", "4", "--bisections", "1"]
-    subprocess.run([*command, "--limit", "8", "--burst", "2"], check=True, timeout=300)
+    command += ["--seconds", "2", "--drain", "5", "--least-rate", "1", "--most-rate", "4"]
+    command += ["--limit", "16", "--burst", "2"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2
+    assert "--limit-from is missing" in refused.stderr.splitlines()[-1]
+    assert not (tmp_path / "tested.json").exists()
+    # What a dense server's report says limits this one, whatever its own step is.
+    dense = tmp_path / "limits" / "dense.json"
+    dense.parent.mkdir()
+    dense.write_text(json.dumps({"unloaded": {"step_s": 0.5}}))
+    command += ["--limit-from", str(dense)]
+    subprocess.run(command, check=True, timeout=300)
     report: dict[str, Any] = json.loads((tmp_path / "tested.json").read_text())
     assert report["sparse"]["method"] == "page_minmax"
-    assert report["limits_s"]["relaxed"] == pytest.approx(25 * report["unloaded"]["step_s"])
-    assert 1 <= len(report["trials"]) <= 6
+    assert report["limits_s"] == {"strict": 2.5, "relaxed": 12.5}
+    assert report["limits_from"] == "dense.json"
+    assert 1 <= len(report["trials"]) <= 5
+    assert set(report["capacity"]["strict"]) == {"met", "missed"}
     first = report["trials"][0]
+    assert first["rate"] == 2
     assert first["done"] + first["unfinished"] == first["sent"] > 0
     assert first["failed"] == 0
     assert first["cached_tokens"] >= 640
     assert first["queued_p50_s"] >= 0
     assert first["gap_p99_s"] >= first["gap_p50_s"] > 0
+    assert 0 < first["gaps"] <= 11 * first["sent"]
+    # Two seconds carry no claim.
+    assert first["verdicts"] == {"strict": "undecided", "relaxed": "undecided"}
     page = (tmp_path / "capacity.html").read_text()
     assert "One short document." in page
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 1
+    # Gone on with, the search begins where it was.
+    subprocess.run([*command, "--resume"], check=True, timeout=300)
+    again = json.loads((tmp_path / "tested.json").read_text())
+    assert again["trials"][: len(report["trials"])] == report["trials"]
+    assert again["unloaded"] == report["unloaded"]
 
 
 def test_a_soak_leaves_planes_memory_and_server_as_they_should_be(live: LiveServer) -> None:

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Request rates to try: one grid for every server, and the search in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from objectives import passes
+
+Trials = list[dict[str, Any]]
+STEPS = (1.0, 1.25, 1.5, 1.75)  # of a power of two
+
+
+def grid(least: float, most: float) -> list[float]:
+    """The rates from `least` to `most`: powers of two, and three steps between two of them.
+
+    Two servers that are searched between other ends still share the rates between them.
+    """
+    rates = [2.0**power * step for power in range(-10, 14) for step in STEPS]
+    return [rate for rate in rates if least <= rate <= most]
+
+
+def bracket(trials: Trials, limit_s: float, rates: list[float]) -> tuple[int, int]:
+    """Places in `rates` of the highest that passed below the lowest that failed, and of that one.
+
+    -1 and `len(rates)` where there is none.
+    """
+    outcomes = {trial["rate"]: passes(trial, limit_s) for trial in trials}
+    high = min((i for i, rate in enumerate(rates) if outcomes.get(rate) is False),
+               default=len(rates))  # fmt: skip
+    low = max((i for i, rate in enumerate(rates[:high]) if outcomes.get(rate)), default=-1)
+    return low, high
+
+
+def search(
+    run: Callable[[float], dict[str, Any]],
+    limits: dict[str, float],
+    rates: list[float],
+    *,
+    seconds: float,
+    longest: float,
+    trials: Trials | None = None,
+) -> Trials:
+    """Bisect `rates` for every objective, in turn; a trial counts for all of them.
+
+    Args:
+        run: rate -> outcome of a trial.
+        limits: seconds between tokens of each objective.
+        rates: see :func:`grid`.
+        seconds: for all trials.
+        longest: that one may take; none is begun that might not fit.
+        trials: those of an earlier search, which is continued.
+
+    Returns:
+        All trials, in the order in which they were run.
+    """
+    trials = list(trials or [])
+    begin, left = time.perf_counter(), len(limits)
+    while left:
+        left = len(limits)
+        for limit in limits.values():
+            low, high = bracket(trials, limit, rates)
+            if high - low < 2:
+                left -= 1
+                continue
+            if time.perf_counter() - begin + longest > seconds:
+                return trials
+            trials.append(run(rates[(low + high) // 2]))
+    return trials
