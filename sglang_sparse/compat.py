@@ -16,7 +16,8 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 ``layers/attention/attention_registry.py: register_attention_backend``
     The backend's factory, called with a ``ModelRunner``.
 ``mem_cache/registry.py: register_radix_cache_backend``
-    The tree that goes with the planes.
+    The tree that goes with the planes and keeps sparse KV away from dense requests. What it uses
+    of SGLang's tree is listed in ``sglang_sparse_radix/radix_cache.py``.
 ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_mha_kv_pool``
     The pool class on CUDA; ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls`` on the CPU.
 ``model_executor/pool_configurator.py: DefaultPoolConfigurator._compute_cell_size``
@@ -30,8 +31,7 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
 ``managers/tokenizer_manager.py: TokenizerManager``
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
-    that. ``_create_tokenized_object`` sets the ``extra_key`` of dense requests where prompts are
-    sparse. All run in the one tokenizer process that loads plugins.
+    that. Both run in the one tokenizer process that loads plugins.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``, ``Req.req_pool_idx``
     What a request asked for, and its row of per-request state.
 ``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``

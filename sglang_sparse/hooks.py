@@ -49,11 +49,6 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
             "around",
         ),
         (
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-            request_options.keep_dense_prefixes_apart,
-            "around",
-        ),
-        (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
             request_options.check_before_streaming,
             "around",
@@ -85,12 +80,13 @@ def register() -> None:
     from sglang_sparse.backend import create_backend
     from sglang_sparse.checks import BACKEND
     from sglang_sparse.flags import engine_server_args
+    from sglang_sparse.prefixes import sparse_from
     from sglang_sparse_radix import radix_cache
 
     for target, hook, kind in _hooks():
         compat.install_hook(target, hook, kind)
     register_attention_backend(BACKEND)(create_backend)
-    radix_cache.register()
+    radix_cache.register(sparse_from)
     Engine.server_args_class = staticmethod(engine_server_args)
     # Last: argparse accepts the name only if all of the above went through.
     add_attention_backend_choices([BACKEND])

@@ -26,7 +26,6 @@ from sglang_sparse.launch import launch_of
 
 PARAMS = "custom_params"
 KEY = "sparse"
-DENSE_BRANCH = "|sglang_sparse:dense"
 _WHERE = f"{PARAMS}.{KEY}"
 
 
@@ -133,25 +132,6 @@ def validate_one_request(
     if launch is not None:
         _check_params(obj.sampling_params, launch.config)
     original(manager, obj, input_ids)
-
-
-def keep_dense_prefixes_apart(
-    original: Callable[..., Any], manager: Any, obj: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """AROUND hook on ``TokenizerManager._create_tokenized_object``.
-
-    Where prompts are sparse, keys and values follow from what they attended to. A dense request
-    must not take over a sparse one's, nor the other way round: SGLang's extra key gives it a
-    branch of the radix tree of its own.
-    """
-    tokenized = original(manager, obj, *args, **kwargs)
-    launch = launch_of(manager.server_args)
-    if launch is None or launch.config.prefill.kind == "dense":
-        return tokenized
-    params = getattr(obj, "sampling_params", None)
-    if isinstance(params, Mapping) and parse(params.get(PARAMS), launch.config).dense:
-        tokenized.extra_key = (tokenized.extra_key or "") + DENSE_BRANCH
-    return tokenized
 
 
 def check_before_streaming(original: Callable[..., Any], manager: Any, obj: Any) -> Any:

@@ -4,7 +4,12 @@
 Seams (sglang 0.5.17, under `sglang/srt/mem_cache/`):
   `registry.py`: `register_radix_cache_backend`, `create_tree_cache` (calls the factory, also when
       the radix cache is disabled), `default_radix_cache_factory`
-  `radix_cache.py`: `RadixCache.reset`, `cache_unfinished_req`, `cache_finished_req`
+  `radix_cache.py`: `RadixCache.reset`, `match_prefix`, `insert`, `cache_unfinished_req`,
+      `cache_finished_req` (these two call `insert`, and `match_prefix` without a request, once
+      each), `_insert_helper`, `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which
+      takes any hashable extra key
+  `../managers/schedule_batch.py`: `Req.extra_key`, `Req.last_node`, `Req.extend_range`, which
+      holds the last prefill's range while a request decodes
 
 Invariant 1: for every page reachable from a running request or from the tree, each plane equals
 recomputation from the KV rows now in that page. Planes are indexed by the physical page, and a
@@ -29,32 +34,59 @@ reachable whose planes were not computed:
   reset (`/flush_cache`): drops the tree and clears the allocator. No page is reachable.
 
 So planes are never copied, moved or invalidated here. What the tree adds are counts of the prefix
-tokens whose planes a request reused.
+tokens whose planes a request reused, and invariant 2.
+
+Invariant 2: a request's prefix holds only KV that it could have computed itself: KV that saw dense
+attention alone, or sparse attention of the request's own way. `branches` says how: KV that saw
+sparse attention lies on branches of the tree that a dense request does not look at. Nothing else
+changes. A node on a branch is an ordinary node, so locks, eviction and sizes are SGLang's own.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.base_prefix_cache import (
+    InsertParams,
+    InsertResult,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.registry import (
     default_radix_cache_factory,
     get_radix_cache_factory,
     register_radix_cache_backend,
 )
 
+from sglang_sparse_radix.branches import (
+    DENSE,
+    ExtraKey,
+    Section,
+    SparseFrom,
+    allowed,
+    sections,
+)
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 from sglang_sparse_radix.refusals import find_unsupported
 
 if TYPE_CHECKING:
+    from array import array
+
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 BACKEND_NAME = "sparse"
+SparseFromRequest = Callable[[Any, Any], SparseFrom]
 
 
 @dataclass(slots=True)
@@ -79,7 +111,7 @@ class PlaneReuse:
 
 
 class SparseRadixCache(RadixCache):
-    """`RadixCache` with `PlaneReuse` counts.
+    """`RadixCache` with branches for KV that saw sparse attention, and `PlaneReuse` counts.
 
     Attributes:
         plane_reuse: counts, for metrics to read.
@@ -87,9 +119,12 @@ class SparseRadixCache(RadixCache):
 
     plane_reuse: PlaneReuse
 
-    def __init__(self, params: CacheInitParams) -> None:
-        """Takes what `RadixCache` takes."""
+    def __init__(self, params: CacheInitParams, sparse_from: Callable[[Req], SparseFrom]) -> None:
+        """Takes what `RadixCache` takes, and from where each request attends sparsely."""
         self.plane_reuse = PlaneReuse()
+        self._sparse_from = sparse_from
+        # The path of the request whose KV is being cached.
+        self._path: list[Section] | None = None
         self._counted_generation: dict[int, int] = {}
         super().__init__(params)
 
@@ -120,14 +155,130 @@ class SparseRadixCache(RadixCache):
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """See `RadixCache`; counts the reused prefix on a row's first call."""
         self._count_reuse(req)
-        super().cache_unfinished_req(req, chunked=chunked)
+        with self._caching(req):
+            super().cache_unfinished_req(req, chunked=chunked)
 
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
         """See `RadixCache`; counts the reused prefix on a row's first call."""
         self._count_reuse(req)
-        super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+        with self._caching(req) if is_insert else nullcontext():
+            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+
+    @contextmanager
+    def _caching(self, req: Req) -> Iterator[None]:
+        """Let `insert` and `match_prefix` follow the path of `req`'s own KV."""
+        matched: Counter[ExtraKey] = Counter()
+        node = req.last_node
+        while node is not None and node is not self.root_node:
+            matched[node.key.extra_key] += len(node.key)
+            node = node.parent
+        self._path = sections(
+            self._sparse_from(req),
+            req.extra_key,
+            matched=matched,
+            prefilled=req.extend_range.end,
+            page_size=self.page_size,
+        )
+        try:
+            yield
+        finally:
+            self._path = None
+
+    def _cut(self, key: RadixKey) -> Iterator[tuple[int, int, RadixKey]]:
+        """(start, end, key) of each section of the path that is being cached."""
+        assert self._path is not None, "only a request's own KV is put into the tree"
+        tokens, start = key.page_aligned(self.page_size).raw_token_ids(), 0
+        for section in self._path:
+            end = min(section.end, len(tokens))
+            if end > start:
+                yield start, end, RadixKey(tokens[start:end], section.extra_key)
+                start = end
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        """See `RadixCache`; KV that saw sparse attention goes to branches of its own."""
+        prefix, node = 0, self.root_node
+        for start, end, key in self._cut(params.key):
+            # What is behind newly inserted tokens is new, so what was there is one prefix.
+            there, node = self._insert_helper(
+                node, key, params.value[start:end], params.priority, params.chunked
+            )
+            prefix += there
+        return InsertResult(prefix_len=prefix, last_device_node=node)
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """The longest prefix that the request may take over; see `RadixCache`.
+
+        Without a request it is the path that is being cached, or dense KV where none is.
+        """
+        values: list[torch.Tensor] = []
+        node = self.root_node
+        if self._path is not None:
+            for _, _, key in self._cut(params.key):
+                found, node = self._match_prefix_helper(node, key)
+                values += found
+        else:
+            sparse = DENSE if params.req is None else self._sparse_from(params.req)
+            tokens = params.key.page_aligned(self.page_size).raw_token_ids()
+            branches = allowed(sparse, params.key.extra_key, self.page_size)
+            path, end = self._longest(node, tokens, 0, branches)
+            now = node.last_access_time = time.monotonic()
+            for node in path:
+                node.last_access_time = now
+                if len(node.key) > end:
+                    node = self._split_node(node.key, node, end)
+                end -= len(node.key)
+                values.append(node.value)
+        empty = self._empty_match_result
+        return empty._replace(
+            device_indices=torch.cat(values) if values else empty.device_indices,
+            last_device_node=node,
+            last_host_node=node,
+            best_match_node=node,
+        )
+
+    def _longest(
+        self, node: TreeNode, tokens: array[int], start: int, branches: Sequence[Section]
+    ) -> tuple[list[TreeNode], int]:
+        """The longest path of `tokens[start:]` below `node`; at equal lengths, the first branch's.
+
+        Returns:
+            Its nodes, of which the last may hold more than `tokens`, and the position that it
+            reaches.
+        """
+        here, *later = branches
+        path, end = self._follow(node, tokens, start, here)
+        best = path, end
+        for index, parent in enumerate([node, *path] if later else []):
+            # Branches begin where nodes end; the last node may go on behind `end`.
+            start += len(parent.key) if index else 0
+            if start > end:
+                break
+            found, reached = self._longest(parent, tokens, start, later)
+            if reached > best[1]:
+                best = [*path[:index], *found], reached
+        return best
+
+    def _follow(
+        self, node: TreeNode, tokens: array[int], start: int, branch: Section
+    ) -> tuple[list[TreeNode], int]:
+        """`_longest` on one branch alone."""
+        path: list[TreeNode] = []
+        limit = min(branch.end, len(tokens))
+        while start < limit:
+            page = RadixKey(tokens[start : start + self.page_size], branch.extra_key)
+            child: Any = node.children.get(page.child_key(self.page_size))
+            if child is None:
+                break
+            rest = RadixKey(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
+            matched = child.key.match(rest, page_size=self.page_size)
+            path.append(child)
+            start += matched
+            if matched < len(child.key):
+                break
+            node = child
+        return path, start
 
     def _count_reuse(self, req: Req) -> None:
         row = req.req_pool_idx
@@ -143,8 +294,14 @@ class SparseRadixCache(RadixCache):
         self.plane_reuse.pages += reused // self.page_size
 
 
-def create_sparse_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
+def create_sparse_radix_cache(
+    ctx: TreeCacheBuildContext, *, sparse_from: SparseFromRequest
+) -> BasePrefixCache:
     """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
+
+    Args:
+        ctx: SGLang's.
+        sparse_from: from where a request of a server attends sparsely.
 
     Returns:
         A `SparseRadixCache`; with `--disable-radix-cache` what SGLang itself would build, since
@@ -158,17 +315,23 @@ def create_sparse_radix_cache(ctx: TreeCacheBuildContext) -> BasePrefixCache:
         raise ValueError(problem)
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
-    return SparseRadixCache(ctx.params)
+    return SparseRadixCache(ctx.params, partial(sparse_from, ctx.server_args))
 
 
-def register() -> None:
+def register(sparse_from: SparseFromRequest) -> None:
     """Register the factory as `"sparse"`; calling it again is harmless.
+
+    Args:
+        sparse_from: from where a request attends sparsely, by `ServerArgs` and `Req`.
 
     Raises:
         ValueError: the name is taken by someone else.
     """
-    if get_radix_cache_factory(BACKEND_NAME) is not create_sparse_radix_cache:
-        register_radix_cache_backend(BACKEND_NAME, create_sparse_radix_cache)
+    factory = get_radix_cache_factory(BACKEND_NAME)
+    if getattr(factory, "keywords", None) != {"sparse_from": sparse_from}:
+        register_radix_cache_backend(
+            BACKEND_NAME, partial(create_sparse_radix_cache, sparse_from=sparse_from)
+        )
 
 
 def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:

@@ -454,6 +454,11 @@ class DensePrefill(Choice):
 
     kind: Literal["dense"] = "dense"
 
+    @property
+    def sparse_from(self) -> None:
+        """First position that may attend sparsely; None for none."""
+        return None
+
 
 class TilePrefill(Choice):
     """Tiles of prompt tokens attend to their best tokens and to themselves (Kascade, 3.4)."""
@@ -469,6 +474,11 @@ class TilePrefill(Choice):
     tile: Literal[128] = Field(
         default=128, description="Queries a tile, those of the heads of a group counted in."
     )
+
+    @property
+    def sparse_from(self) -> int:
+        """First position that may attend sparsely."""
+        return self.min_tokens
 
 
 Layers = Annotated[EveryLayer | FirstDense | Anchors, Field(discriminator="kind")]

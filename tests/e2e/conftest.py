@@ -142,7 +142,10 @@ MOST_RUNNING = 5  # servers at once; each takes most of a GiB
 # Started by a command that users type; the others are forked, which takes a fraction of it.
 COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
-FILES = ("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "kascade")
+FILES = (
+    *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
+    "kascade",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -21,9 +21,11 @@ def published_server_args() -> Iterator[object]:
     with get_context().override_server_args(
         device="cpu", attention_backend="torch_native", radix_cache_backend="sparse"
     ) as server_args:
+        from radix_harness import asked_for
+
         from sglang_sparse_radix.radix_cache import register
 
-        register()
+        register(asked_for)
         yield server_args
 
 

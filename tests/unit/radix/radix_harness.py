@@ -5,6 +5,9 @@ Only the forward pass is stood in for: it writes random K and V through `set_kv_
 layer and then updates the planes, as the attention backend does. A batch is launched and run in two
 steps, so that a test can let the scheduler work on the tree in between, as the overlap scheduler
 does.
+
+Beside K and V, a forward pass notes for each KV slot which sparse attention its token saw: its own,
+and what the tokens before it had seen. That is what prefixes are checked against.
 """
 
 from __future__ import annotations
@@ -29,13 +32,23 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
+from sglang_sparse_radix.branches import DENSE, Branch, SparseFrom
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
 
+ASKED = "sparse_from"
+DENSE_KV: frozenset[object] = frozenset()
+
 RunForward = Callable[[], None]
 UpdatePlanes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+
+
+def asked_for(server_args: object, req: Req) -> SparseFrom:
+    """From where a request of these tests attends sparsely, for the tree's factory."""
+    sparse: SparseFrom = req.sampling_params.custom_params[ASKED]
+    return sparse
 
 
 def tiny_model_config(folder: Path) -> ModelConfig:
@@ -160,6 +173,8 @@ class MemorySide:
         self.chunked: Req | None = None
         self.running: ScheduleBatch | None = None
         self.update_planes: UpdatePlanes = self.pool.update_planes
+        # Slot -> the kinds of sparse attention that its KV saw.
+        self.saw: dict[int, frozenset[object]] = {}
         self.seen: Counter[str] = Counter()
         for name in ("_split_node", "_delete_leaf"):
             self._count_calls(name)
@@ -184,8 +199,13 @@ class MemorySide:
         page_table = (rows[:, :: self.page_size] // self.page_size).contiguous()
         start = torch.tensor(starts, dtype=torch.int32)
         slots = batch.out_cache_loc
+        prefill = batch.forward_mode.is_extend()
+        sparse = [asked_for(None, req) for req in batch.reqs]
+        held = [row[:end].tolist() for row, end in zip(rows, ends.tolist(), strict=True)]
 
         def run() -> None:
+            for row, first, asked in zip(held, starts, sparse, strict=True):
+                self._note(row, first, asked, prefill=prefill)
             for layer in self.layers:
                 self.pool.set_kv_buffer(
                     layer, KVWriteLoc(slots), self._random_rows(slots), self._random_rows(slots)
@@ -193,6 +213,17 @@ class MemorySide:
             self.update_planes(page_table, start, ends, int((ends - start).max()))
 
         return run
+
+    def _note(self, row: list[int], first: int, sparse: SparseFrom, *, prefill: bool) -> None:
+        seen: frozenset[object] = DENSE_KV
+        for slot in row[:first]:
+            seen |= self.saw[slot]
+        start = sparse.prefill if prefill else sparse.decode
+        kind = "prefill" if prefill else ("decode", sparse.budget)
+        for position in range(first, len(row)):
+            if start is not None and position >= start:
+                seen |= {kind}
+            self.saw[row[position]] = seen
 
     def _random_rows(self, slots: torch.Tensor) -> torch.Tensor:
         shape = (len(slots), HEADS, DIM)
@@ -204,11 +235,19 @@ class MemorySide:
 
     # -- scheduler steps -------------------------------------------------------------------------
 
-    def submit(self, tokens: list[int], max_new_tokens: int = 64) -> Req:
+    def submit(
+        self,
+        tokens: list[int],
+        max_new_tokens: int = 64,
+        *,
+        sparse: SparseFrom = DENSE,
+        extra_key: str | None = None,
+    ) -> Req:
         """A new request, waiting."""
         self._next_rid += 1
-        params = SamplingParams(max_new_tokens=max_new_tokens)
-        req = Req(f"r{self._next_rid}", "", array("q", tokens), params, vocab_size=VOCAB)
+        params = SamplingParams(max_new_tokens=max_new_tokens, custom_params={ASKED: sparse})
+        prompt = array("q", tokens)
+        req = Req(f"r{self._next_rid}", "", prompt, params, vocab_size=VOCAB, extra_key=extra_key)
         self.waiting.append(req)
         return req
 
@@ -225,6 +264,7 @@ class MemorySide:
         while self.waiting and budget > 0 and self.requests.available_size() > len(batch_reqs):
             req = self.waiting[0]
             req.init_next_round_input(self.tree)
+            self.check_prefix(req)
             self.tree.inc_lock_ref(req.last_node)
             tokens = self._set_extend(req, budget)
             if not self._fits([*batch_reqs, req]):
@@ -391,6 +431,31 @@ class MemorySide:
                 found[page] = max(found.get(page, 0), rows)
         return found
 
+    def check_prefix(self, req: Req) -> None:
+        """What a request takes over saw nothing that the request would not have seen itself."""
+        sparse, slots = asked_for(None, req), req.prefix_indices.tolist()
+        seen = DENSE_KV.union(*(self.saw[slot] for slot in slots))
+        own = set()
+        if sparse.prefill is not None:
+            own.add("prefill")
+            # Its own prompt is sparse from there on, to the page.
+            beyond = (sparse.prefill // self.page_size + 1) * self.page_size
+            assert all(self.saw[slot] for slot in slots[beyond:]), "dense KV in a sparse prompt"
+        if sparse.decode is not None:
+            own.add(("decode", sparse.budget))
+        assert seen <= own, f"a request that sees {own} took over KV that saw {seen - own}"
+        self.seen["dense prefix"] += bool(slots) and not own
+        self.seen["sparse prefix"] += bool(seen)
+
+    def _check_branches(self) -> None:
+        for node in tree_nodes(self.tree):
+            saw = [self.saw[slot] for slot in node.value.tolist()]
+            if not isinstance(node.key.extra_key, Branch):
+                assert not any(saw), "KV that saw sparse attention is in reach of dense requests"
+            elif node.parent.key.extra_key != node.key.extra_key:
+                self.seen["branch"] += 1
+                assert any(saw[: self.page_size]), "dense KV is out of reach of dense requests"
+
     def _page_ids(self, slots: torch.Tensor) -> list[int]:
         pages = slots[:: self.page_size] // self.page_size
         offsets = torch.arange(len(slots)) % self.page_size
@@ -408,6 +473,7 @@ class MemorySide:
         assert not wrong, f"planes differ from recomputation: {wrong[:4]}"
         for name, plane in self.pool.planes.tensors().items():
             assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
+        self._check_branches()
         free = self.allocator.available_size() // self.page_size
         assert free + len(reachable) == self.pool.num_pages - 1, "pages lost or owned twice"
 

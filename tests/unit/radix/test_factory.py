@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, build_context, make_pool
+from radix_harness import DIM, HEADS, LAYERS, asked_for, build_context, make_pool
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.registry import create_tree_cache, get_radix_cache_fac
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
+from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.radix_cache import (
     SparseRadixCache,
@@ -24,6 +25,10 @@ from sglang_sparse_radix.radix_cache import (
 from sglang_sparse_radix.refusals import RULES, find_unsupported
 
 P = 16
+
+
+def create(context):
+    return create_sparse_radix_cache(context, sparse_from=asked_for)
 
 
 def context(pool=None, **changes):
@@ -40,9 +45,15 @@ def test_the_flag_selects_the_sparse_radix_cache():
 
 
 def test_registering_twice_is_harmless():
-    register()
-    register()
-    assert get_radix_cache_factory("sparse") is create_sparse_radix_cache
+    before = get_radix_cache_factory("sparse")
+    register(asked_for)
+    register(asked_for)
+    assert get_radix_cache_factory("sparse") is before
+
+
+def test_another_rule_for_sparse_requests_is_not_taken_in_silence():
+    with pytest.raises(ValueError, match="already registered"):
+        register(lambda server_args, req: SparseFrom())
 
 
 def test_a_disabled_radix_cache_is_what_sglang_builds():
@@ -82,7 +93,7 @@ def test_unsupported_flags_are_refused_naming_flag_value_and_remedy(field, value
         get_context().override_server_args(device="cpu", **fields_set),
         pytest.raises(ValueError, match="allowed:") as error,
     ):
-        create_sparse_radix_cache(context())
+        create(context())
     line = str(error.value)
     flag = "--" + field.replace("_", "-")
     assert line.startswith(f"{flag} is {value!r}: ")
@@ -114,7 +125,7 @@ def test_unsupported_environment_switches_are_refused(switch):
         getattr(envs, switch).override(True),
         pytest.raises(ValueError, match=f"{switch} is set: .*unset {switch}"),
     ):
-        create_sparse_radix_cache(good)
+        create(good)
 
 
 @pytest.mark.parametrize(
@@ -128,24 +139,24 @@ def test_unsupported_environment_switches_are_refused(switch):
 )
 def test_unsupported_models_and_builds_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        create_sparse_radix_cache(context(**changes))
+        create(context(**changes))
 
 
 def test_bigram_keys_are_refused():
     good = context()
     bigram = replace(good, params=replace(good.params, is_eagle=True))
     with pytest.raises(ValueError, match="bigram tree keys"):
-        create_sparse_radix_cache(bigram)
+        create(bigram)
 
 
 def test_a_pool_without_planes_is_refused():
     pool = MHATokenToKVPool(4 * P, P, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
     with pytest.raises(ValueError, match="got the KV pool MHATokenToKVPool"):
-        create_sparse_radix_cache(context(pool))
+        create(context(pool))
 
 
 def test_a_tree_that_pages_otherwise_than_the_pool_is_refused():
     good = context()
     other = replace(good, params=replace(good.params, page_size=32))
     with pytest.raises(ValueError, match="--page-size is 16 in the KV pool but 32"):
-        create_sparse_radix_cache(other)
+        create(other)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planes equal recomputation after every step of random schedules over the real memory side."""
+"""Random schedules over the real memory side: after every step planes equal recomputation, and no
+request took over KV that saw sparse attention of another kind than its own."""
 
 from __future__ import annotations
 
@@ -24,6 +25,16 @@ from radix_harness import VOCAB, MemorySide, UpdatePlanes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_kernels.planes import by_page
+from sglang_sparse_radix import radix_cache
+from sglang_sparse_radix.branches import (
+    DENSE,
+    NEVER,
+    Branch,
+    Section,
+    SparseFrom,
+    allowed,
+    sections,
+)
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
 SPECS = (
@@ -33,6 +44,7 @@ SPECS = (
     PlaneSpec(page_minmax=True, key_sketch="bf16"),
     PlaneSpec(page_mean=True),
 )
+TENANTS = st.sampled_from((None, None, None, "tenant"))
 RARELY = st.sampled_from((False, False, False, True))
 CHUNKS = (5, 33, 64, 200, 400)
 Mutation = Callable[[MemorySide, UpdatePlanes], UpdatePlanes]
@@ -49,6 +61,7 @@ class Schedules(RuleBasedStateMachine):
 
     side: MemorySide
     history: list[list[int]]
+    conversations: list[list[int]]
 
     @initialize(
         page_size=st.sampled_from((16, 32)),
@@ -56,8 +69,10 @@ class Schedules(RuleBasedStateMachine):
         spec=st.sampled_from(SPECS),
         dtype=st.sampled_from(DTYPES),
         seed=st.integers(0, 2**16),
+        sparse_prefill=st.sampled_from((None, 0, 37, 64)),
+        sparse_decode=st.sampled_from((-1, 40, 90)),
     )
-    def start(self, page_size, num_pages, spec, dtype, seed):
+    def start(self, page_size, num_pages, spec, dtype, seed, sparse_prefill, sparse_decode):
         self.side = MemorySide(
             self.model_config,
             spec,
@@ -66,7 +81,13 @@ class Schedules(RuleBasedStateMachine):
             dtype=dtype,
             seed=seed,
         )
+        # What a server's config sets; requests differ in their budgets, or are dense.
+        self.modes = [
+            DENSE,
+            *(SparseFrom(sparse_prefill, sparse_decode, budget) for budget in (128, 256)),
+        ]
         self.history = []
+        self.conversations = []
         self.forwards = 0
         update = self.side.update_planes
         if self.mutate is not None:
@@ -92,17 +113,35 @@ class Schedules(RuleBasedStateMachine):
         fresh=st.sampled_from((3, 16, 35, 90)),
         chunk=st.sampled_from(CHUNKS),
         overlap=st.booleans(),
+        mode=st.integers(0, 2),
+        extra_key=TENANTS,
     )
-    def arrive(self, earlier, shared_eighths, fresh, chunk, overlap):
+    def arrive(self, earlier, shared_eighths, fresh, chunk, overlap, mode, extra_key):
         limit = self.max_prompt_pages * self.side.page_size
         prefix: list[int] = []
         if self.history:
             known = self.history[earlier % len(self.history)]
             prefix = known[: max(0, min(shared_eighths * len(known) // 8, limit - fresh))]
         prompt = prefix + self.random_tokens(fresh)
-        self.side.submit(prompt)
+        self.side.submit(prompt, sparse=self.modes[mode], extra_key=extra_key)
         self.history.append(prompt)
         self.side.prefill(chunk, overlap=overlap)
+
+    @precondition(lambda self: self.can_submit and self.conversations)
+    @rule(
+        earlier=st.integers(0, 100),
+        chunk=st.sampled_from(CHUNKS),
+        mode=st.integers(0, 2),
+        extra_key=TENANTS,
+    )
+    def go_on(self, earlier, chunk, mode, extra_key):
+        """The next turn of a conversation, in the mode of the last one or in another."""
+        # The last few are the most likely to be cached.
+        known = self.conversations[-1 - earlier % min(3, len(self.conversations))]
+        limit = 2 * self.max_prompt_pages * self.side.page_size
+        prompt = known[: limit - 3] + self.random_tokens(3)
+        self.side.submit(prompt, sparse=self.modes[mode], extra_key=extra_key)
+        self.side.prefill(chunk)
 
     @precondition(lambda self: self.side.waiting or self.side.chunked is not None)
     @rule(chunk=st.sampled_from(CHUNKS), overlap=st.booleans())
@@ -121,7 +160,8 @@ class Schedules(RuleBasedStateMachine):
     def finish(self, index, overlap):
         if self.side.running is not None:
             req = self.side.running.reqs[index % len(self.side.running.reqs)]
-            self.history.append([*req.origin_input_ids, *req.output_ids])
+            self.conversations.append([*req.origin_input_ids, *req.output_ids])
+            self.history.append(self.conversations[-1])
         self.side.decode(finish=index, overlap=overlap)
 
     @precondition(lambda self: self.side.chunked is not None)
@@ -184,6 +224,9 @@ def test_planes_equal_recomputation_after_every_step_of_random_schedules(model_c
         "chunk that ends inside a page",
         "finish with a step in flight",
         "reused tokens",
+        "branch",
+        "dense prefix",
+        "sparse prefix",
     )
     assert all(machine.seen[case] > 0 for case in hard), machine.seen
 
@@ -266,6 +309,53 @@ def test_random_schedules_catch_a_wrong_plane_update(model_config, mutation):
     broken = type("Broken", (Schedules,), members)
     with pytest.raises(AssertionError, match="planes differ from recomputation"):
         run_schedules(broken, examples=20, shrink=False)
+
+
+def puts_all_kv_into_the_trunk(sparse, client_key, **_):
+    return [Section(client_key, NEVER)]
+
+
+def forgets_what_the_prefix_saw(sparse, client_key, *, matched, prefilled, page_size):
+    path = sections(sparse, client_key, matched={}, prefilled=prefilled, page_size=page_size)
+    return [Section(part.extra_key, max(part.end, matched.get(client_key, 0))) for part in path]
+
+
+def takes_decoded_tokens_for_prompt(sparse, client_key, *, matched, prefilled, page_size):
+    longer = prefilled + page_size
+    return sections(sparse, client_key, matched=matched, prefilled=longer, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        puts_all_kv_into_the_trunk,
+        forgets_what_the_prefix_saw,
+        takes_decoded_tokens_for_prompt,
+    ],
+)
+def test_random_schedules_catch_sparse_kv_in_reach_of_dense_requests(
+    model_config, monkeypatch, wrong
+):
+    monkeypatch.setattr(radix_cache, "sections", wrong)
+    machine = type("Machine", (Schedules,), {"model_config": model_config})
+    with pytest.raises(AssertionError, match=r"saw|out of reach"):
+        run_schedules(machine, examples=150, shrink=False)
+
+
+@pytest.mark.parametrize("mode", ["dense", "other budget"])
+def test_random_schedules_catch_a_request_that_looks_on_every_branch(
+    model_config, monkeypatch, mode
+):
+    def everywhere(sparse, client_key, page_size):
+        found = allowed(sparse, client_key, page_size)
+        if (sparse == DENSE) == (mode == "dense"):
+            found += [Section(Branch(client_key, ("decode", 128)), NEVER)]
+        return found
+
+    monkeypatch.setattr(radix_cache, "allowed", everywhere)
+    machine = type("Machine", (Schedules,), {"model_config": model_config})
+    with pytest.raises(AssertionError, match="took over KV that saw"):
+        run_schedules(machine, examples=40, shrink=False)
 
 
 @pytest.mark.skipif(
