@@ -7,9 +7,11 @@ failure; the model is checked from its ``config.json``, before any weight is loa
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import compat
+from sglang_sparse import compat, platform_cpu
 from sglang_sparse.config import ConfigError, SparseConfig, calibration_command
 from sglang_sparse_radix.refusals import RULES, Rule, unsupported_switch
 
@@ -39,6 +41,16 @@ ATTENTION_RULES = (
     Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
     Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("smg_grpc_mode", _OFF, "its requests bypass the check of custom_params"),
+    Rule("grpc_port", (None,), "its requests bypass the check of custom_params"),
+    Rule("sidecar", (None,), "its requests bypass the check of custom_params"),
+    Rule("use_ray", _OFF, "schedulers in Ray actors load no plugins"),
+    Rule("encoder_only", _OFF, "an encoder does not decode"),
+    Rule("pp_size", (1, None), "pipeline stages are not tested yet"),
+    Rule("enable_prefill_cp", _OFF, "context parallelism writes KV rows from other ranks"),
+    Rule("enable_prefill_context_parallel", _OFF, "it writes KV rows from other ranks"),
+    Rule("enable_mis", _OFF, "sparse rows do not follow the mask between items"),
+    Rule("kv_canary", ("none", None), "it does not know the KV pool with planes"),
+    Rule("rl_on_policy_target", (None,), "the number of KV splits depends on the batch"),
     Rule("enable_torch_compile", _OFF, "the backend cannot be traced"),
 )
 
@@ -60,11 +72,14 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
         ConfigError: names the first offending flag.
     """
     _check_rules(args)
+    if args.device is not None:
+        _check_device(args.device)
     switch = unsupported_switch()
     if switch is not None:
         name, why = switch
+        value = os.environ.get(name, "1")
         raise ConfigError(
-            flag=name, value="1", problem=why, allowed="unset", remedy=f"unset {name}"
+            flag=name, value=value, problem=why, allowed="unset", remedy=f"unset {name}"
         )
     if args.page_size not in (None, config.page_size):
         raise refuse(
@@ -149,6 +164,7 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
             f"1 to {MOST_TILED_TOKENS} with prefill.kind=tile_topk",
             "set it, or prefill.kind to dense: a chunk's selections are kept to its last layer",
         )
+    _check_device(server_args.device)
     on_cpu = server_args.device == "cpu"
     inner = ("auto", "torch_native") if on_cpu else ("auto", "flashinfer", "triton")
     if config.inner not in inner:
@@ -160,6 +176,23 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
         )
     if not on_cpu and server_args.dtype in ("float32", "float"):
         raise refuse("--dtype", server_args.dtype, "auto, bfloat16 or float16", "drop it")
+
+
+def _check_device(device: str) -> None:
+    """Refuse devices that neither the kernels nor the CPU platform serve.
+
+    A ``--device cpu`` beside an accelerator, or with SGLANG_USE_CPU_ENGINE, is SGLang's AMX engine.
+    """
+    served = platform_cpu.served_device()
+    if served is None:
+        raise refuse(
+            "--device",
+            device,
+            "an NVIDIA GPU, or a CPU without accelerator and SGLANG_USE_CPU_ENGINE",
+            "serve it dense on this machine",
+        )
+    if device.split(":")[0] != served:
+        raise refuse("--device", device, f"{served} on this machine", "drop it")
 
 
 def _check_rules(args: Any) -> None:
@@ -226,6 +259,13 @@ def check_model(model: ModelConfig, model_path: str) -> None:
             f"1 to {MAX_GROUP} query heads a KV head",
             f"this model has {group}: serve it dense",
         )
+    if getattr(model.hf_text_config, "attn_temperature_len", -1) > 0:
+        raise refuse(
+            "--model-path",
+            model_path,
+            plain,
+            "this model scales logits with the position (attn_temperature_len): serve it dense",
+        )
     if not model.is_generation:
         raise refuse(
             "--model-path",
@@ -235,8 +275,28 @@ def check_model(model: ModelConfig, model_path: str) -> None:
         )
 
 
+def check_keywords(layer: Any, keywords: Mapping[str, Any]) -> None:
+    """Refuse arguments of a call to attention that sparse rows would not follow.
+
+    Args:
+        layer: SGLang's ``RadixAttention``.
+        keywords: what the model passed by keyword: learned sinks, slopes, rotated halves.
+
+    Raises:
+        ConfigError: names the layer and the arguments.
+    """
+    given = sorted(name for name, value in keywords.items() if value is not None)
+    if given:
+        raise refuse(
+            "--model-path",
+            f"layer {layer.layer_id}",
+            "attention of queries, keys and values alone",
+            f"this layer also passes {', '.join(given)}: serve it dense",
+        )
+
+
 def check_layer(layer: Any) -> None:
-    """Refuse what only the layer itself reveals: its own window, cross attention.
+    """Refuse what only the layer itself reveals, such as a window of its own.
 
     Raises:
         ConfigError: names the layer and the property.
@@ -255,3 +315,25 @@ def check_layer(layer: Any) -> None:
         )
     if layer.qk_head_dim != layer.v_head_dim:
         raise refuse("--model-path", where, "equal key and value head_dim", "serve it dense")
+    if layer.xai_temperature_len > 0:
+        raise refuse(
+            "--model-path",
+            where,
+            "logits of one temperature",
+            "this layer scales logits with the position: serve it dense",
+        )
+    if layer.attn_type.value != "decoder" or layer.pos_encoding_mode != "NONE":
+        raise refuse(
+            "--model-path",
+            where,
+            "causal attention with positions encoded in queries and keys",
+            f"this layer has attention of type {layer.attn_type.value} and position encoding "
+            f"{layer.pos_encoding_mode}: serve it dense",
+        )
+    if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+        raise refuse(
+            "--model-path",
+            where,
+            "logits capped by tanh, or not at all",
+            f"this layer caps them by {layer.logit_capping_method}: serve it dense",
+        )

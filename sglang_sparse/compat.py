@@ -32,6 +32,12 @@ Seams in use, as they are in SGLang 0.5.17 (paths under ``sglang/srt``):
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
     that. Both run in the one tokenizer process that loads plugins.
+``entrypoints/anthropic/serving.py: AnthropicServing``, ``entrypoints/ollama/serving.py:
+OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingResponses``
+    Handlers of endpoints whose protocols have no ``custom_params``: they are read from the body
+    around ``handle_messages``, ``handle_chat``, ``handle_generate`` and ``create_responses``, and
+    put into what ``_convert_to_chat_completion_request``, ``_convert_options_to_sampling_params``
+    and ``openai/protocol.py: ResponsesRequest.to_sampling_params`` return.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``, ``Req.req_pool_idx``
     What a request asked for, and its row of per-request state.
 ``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``
@@ -189,14 +195,14 @@ def captures_decode(server_args: Any) -> bool:
     )
 
 
-def attention_layer_ids(model: Any) -> set[int]:
-    """Ids of the layers that attend through the KV pool.
+def attention_layers(model: Any) -> list[Any]:
+    """The layers that attend through the KV pool.
 
     Seam: ``layers/radix_attention.py: RadixAttention``, as a module of ``ModelRunner.model``.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    return {m.layer_id for m in model.modules() if isinstance(m, RadixAttention)}
+    return [m for m in model.modules() if isinstance(m, RadixAttention)]
 
 
 def current_server_args() -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_sparse import compat
 from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
+from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
 from sglang_sparse.reach import check_reach
 
@@ -117,6 +118,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     geometry = geometry_of(model, args.model_path)
     resolved = resolve_with_source(method, config_text, geometry)
     check_flags(args, resolved.config)
+    check_preferred(args.preferred_sampling_params)
     check_ranks(
         resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
     )

@@ -12,12 +12,15 @@ from typing import Any
 from sglang_sparse import compat
 
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_ANTHROPIC = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
+_OLLAMA = "sglang.srt.entrypoints.ollama.serving.OllamaServing"
 _RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 
 
 def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
     """(target, hook, kind) for every hook; imported when the plugin is loaded, not before."""
     from sglang_sparse import (
+        endpoints,
         flags,
         graph_variants,
         metrics,
@@ -52,6 +55,29 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.create_abort_task",
             request_options.check_before_streaming,
             "around",
+        ),
+        (f"{_ANTHROPIC}.handle_messages", endpoints.carry_custom_params, "around"),
+        (
+            f"{_ANTHROPIC}._convert_to_chat_completion_request",
+            endpoints.into_chat_request,
+            "after",
+        ),
+        (
+            "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.create_responses",
+            endpoints.carry_custom_params,
+            "around",
+        ),
+        (
+            "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
+            endpoints.into_sampling_params,
+            "after",
+        ),
+        (f"{_OLLAMA}.handle_chat", endpoints.carry_custom_params, "around"),
+        (f"{_OLLAMA}.handle_generate", endpoints.carry_custom_params, "around"),
+        (
+            f"{_OLLAMA}._convert_options_to_sampling_params",
+            endpoints.into_sampling_params,
+            "after",
         ),
         (
             "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",

@@ -43,6 +43,13 @@ def activate() -> str | None:
     return f"{__name__}.{NativeCpuPlatform.__name__}"
 
 
+def served_device() -> str | None:
+    """Device that sparse attention runs on here: ``cpu``, ``cuda``, or None where it cannot."""
+    if activate() is not None:
+        return "cpu"
+    return "cuda" if torch.version.hip is None and torch.cuda.is_available() else None
+
+
 class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Plain PyTorch on the CPU: no compiled kernels, no graphs, one rank."""
 

@@ -66,11 +66,17 @@ RULES: tuple[Rule, ...] = (
         (None,),
         "rejected draft tokens cannot be taken out of the planes yet",
     ),
+    Rule(
+        "decoupled_spec_role",
+        ("null", None),
+        "rejected draft tokens cannot be taken out of the planes yet",
+    ),
     Rule("dllm_algorithm", (None,), "diffusion models rewrite KV rows that the planes cover"),
     Rule("dcp_size", (1, None), "decode context parallelism spreads a page over ranks"),
     Rule("attn_cp_size", (1, None), "context parallelism writes KV rows from other ranks"),
     Rule("enable_pdmux", _OFF, "it writes KV from two streams at once"),
     Rule("enable_page_major_kv_layout", _OFF, "the planes are defined for the per-layer KV layout"),
+    Rule("enable_unified_memory", _OFF, "the planes are defined for the per-layer KV layout"),
     Rule("enable_session_radix_cache", _OFF, "it needs SGLang's unified radix cache"),
     Rule("enable_streaming_session", _OFF, "session-held KV is not followed by the planes yet"),
     Rule(
@@ -86,6 +92,7 @@ _SWITCHES = {
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "the C++ radix tree does not follow the planes",
     "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "the unified radix tree does not follow the planes",
     "SGLANG_RUST_SERVER": "it takes requests without the checks of this plugin",
+    "SGLANG_GRPC_PORT": "gRPC takes requests without the checks of this plugin",
 }
 
 

@@ -39,7 +39,7 @@ from sglang_sparse.backend.selection import (
     kept_bytes,
     kept_sets,
 )
-from sglang_sparse.checks import check_layer, refuse
+from sglang_sparse.checks import check_keywords, refuse
 from sglang_sparse.facts import Facts
 from sglang_sparse.graph_variants import VARIANTS, Variant
 from sglang_sparse_kernels.plan import (
@@ -140,7 +140,6 @@ class SparseAttentionBackend(AttentionBackend):
         self.variant_to_capture: Variant = "dense"
         self.steps = {"dense": 0, "sparse": 0}
         self.prefills = {"dense": 0, "sparse": 0}
-        self._checked_layers: set[int] = set()
         logger.info(banner.text(self.facts()))
 
     def _allocate_buffers(self, runner: ModelRunner) -> SelectionBuffers:
@@ -355,7 +354,7 @@ class SparseAttentionBackend(AttentionBackend):
                 q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
             )
             if program is not None:
-                self._check(layer, kwargs)
+                check_keywords(layer, kwargs)
                 self._run(program, q, layer)
         else:
             out = self._forward_sparse(
@@ -379,7 +378,7 @@ class SparseAttentionBackend(AttentionBackend):
         save_kv_cache: bool,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        self._check(layer, kwargs)
+        check_keywords(layer, kwargs)
         self._write(layer, forward_batch, k, v, save_kv_cache)
         out = self._run(program, q, layer)
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
@@ -430,7 +429,7 @@ class SparseAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        self._check(layer, kwargs)
+        check_keywords(layer, kwargs)
         tiles, program = self._tiles, self.programs.get(layer.layer_id)
         out: torch.Tensor
         if tiles is None or program is None or program.dense:
@@ -447,20 +446,6 @@ class SparseAttentionBackend(AttentionBackend):
             page_table, start, end, longest = self._extend
             self.token_to_kv_pool.update_planes(page_table, start, end, max_new_tokens=longest)
         return out
-
-    def _check(self, layer: RadixAttention, kwargs: dict[str, Any]) -> None:
-        """Refuse, at a layer's first call, what only the layer itself reveals."""
-        if layer.layer_id in self._checked_layers:
-            return
-        check_layer(layer)
-        if kwargs.get("sinks") is not None:
-            raise refuse(
-                "--model-path",
-                f"layer {layer.layer_id}",
-                "layers without learned sinks",
-                "serve it dense",
-            )
-        self._checked_layers.add(layer.layer_id)
 
     def facts(self) -> Facts:
         """What this server runs, for the banner, metrics and ``/server_info``."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import compat
-from sglang_sparse.checks import refuse
+from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, launch_of
 from sglang_sparse.reach import check_reach
@@ -57,7 +57,8 @@ def check_runner(runner: ModelRunner) -> None:
             f"this model's pool is {type(pool).__name__}: serve it dense",
         )
     expected = set(range(pool.start_layer, pool.end_layer))
-    attending = compat.attention_layer_ids(runner.model)
+    layers = compat.attention_layers(runner.model)
+    attending = {layer.layer_id for layer in layers}
     if attending != expected:
         raise refuse(
             "--model-path",
@@ -65,3 +66,5 @@ def check_runner(runner: ModelRunner) -> None:
             "models in which every layer attends once through the KV pool",
             f"layers {sorted(attending ^ expected)} of this one do not: serve it dense",
         )
+    for layer in layers:
+        check_layer(layer)

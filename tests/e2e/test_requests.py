@@ -128,6 +128,66 @@ def completion(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", body | more
 
 
+def message(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same over Anthropic's messages API."""
+    messages = [{"role": "user", "content": "The"}]
+    body = {"model": "reference", "messages": messages, "max_tokens": 2, "custom_params": params}
+    return "/v1/messages", body | more
+
+
+def response(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same over OpenAI's responses API."""
+    body = {"model": "reference", "input": "The", "max_output_tokens": 4, "custom_params": params}
+    return "/v1/responses", body | more
+
+
+def ollama_chat(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same over Ollama's chat API, which streams unless told otherwise."""
+    messages = [{"role": "user", "content": "The"}]
+    body = {"model": "reference", "messages": messages, "stream": False, "custom_params": params}
+    return "/api/chat", body | {"options": {"num_predict": 4}} | more
+
+
+def ollama_generate(params: Any, **more: Any) -> tuple[str, dict[str, Any]]:
+    """The same over Ollama's completions API."""
+    body = {"model": "reference", "prompt": "The", "stream": False, "custom_params": params}
+    return "/api/generate", body | {"options": {"num_predict": 4}} | more
+
+
+LONG = "The sky is blue. " * 30
+LONG_MESSAGES = {"messages": [{"role": "user", "content": LONG}]}
+# Endpoints whose protocols have no custom_params, each with a prompt of more than 64 tokens.
+FOREIGN: dict[str, tuple[Callable[..., tuple[str, dict[str, Any]]], dict[str, Any]]] = {
+    "messages": (message, LONG_MESSAGES | {"max_tokens": 4}),
+    "responses": (response, {"input": LONG}),
+    "ollama generate": (ollama_generate, {"prompt": LONG}),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_endpoints_of_other_protocols_carry_custom_params(
+    server: Server, name: str, stream: bool
+) -> None:
+    live = server("sparcas")
+    make, long = FOREIGN[name]
+    ran = []
+    for params in (DENSE, {"sparse": {"budget": 100}}, None):
+        before = live.sparse_state()["decode_steps"]
+        path, body = make(params, stream=stream, **long)
+        if params is None:
+            del body["custom_params"]
+        status, text = post(live, path, body)
+        assert status == 200, text
+        after = live.sparse_state()["decode_steps"]
+        ran.append([variant for variant in after if after[variant] > before[variant]])
+    assert ran == [["dense"], ["sparse"], ["sparse"]]
+    status, text = post(live, *make({"sparse": {"budget": 1}}, stream=stream))
+    assert status == 400
+    assert "custom_params.sparse.budget 1" in text
+    assert RANGE in text
+
+
 RANGE = "49 to 32768"
 # name -> (path and body, words of the answer); the status is 400 each time.
 MALFORMED: dict[str, tuple[tuple[str, Any], list[str]]] = {
@@ -170,6 +230,10 @@ MALFORMED: dict[str, tuple[tuple[str, Any], list[str]]] = {
         ),
         ["sparse.budget 5", RANGE],
     ),
+    # Ollama's chat answers nothing else in this SGLang: its prompt is no list of tokens.
+    "an Ollama chat": (ollama_chat({"sparse": {"budget": 1}}), ["sparse.budget 1", RANGE]),
+    "a message": (message({"sparse": {"mode": "fast"}}), ["sparse.mode fast", "dense"]),
+    "response params that are text": (response("dense"), ["custom_params dense", "object"]),
     "chat params that are text": (chat("dense"), ["custom_params"]),
     "broken JSON": (("/generate", b'{"text": "The", '), ["JSON"]),
     "no prompt": (("/generate", {"sampling_params": {}}), ["text"]),

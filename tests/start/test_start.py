@@ -58,9 +58,17 @@ def lose_a_hook():
 def leave_plugins_out():
     os.environ["SGLANG_PLUGINS"] = "none"
 
+def ask_for_grpc():
+    os.environ["SGLANG_GRPC_PORT"] = "50051"
+
 request = json.load(sys.stdin)
 results = {}
-for name, prepare in [("lost hook", lose_a_hook), ("no plugin", leave_plugins_out)]:
+copies = {
+    "lost hook": lose_a_hook,
+    "no plugin": leave_plugins_out,
+    "gRPC by the environment": ask_for_grpc,
+}
+for name, prepare in copies.items():
     results[name] = outcome_in_a_copy(request[name], prepare)
 for name, args in request.items():
     if name not in results:
@@ -92,6 +100,7 @@ MISTRAL = {
     "sliding_window": 512,
 }
 WIDE = {**LLAMA, "head_dim": 96}
+TEMPERED = {**LLAMA, "attn_temperature_len": 1024}
 MULTIQUERY = {**LLAMA, "num_attention_heads": 32, "num_key_value_heads": 1}
 SHALLOW = {**LLAMA, "num_hidden_layers": 5}
 GEOMETRY = {
@@ -101,6 +110,12 @@ GEOMETRY = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
+
+
+def preferring(params: Any) -> list[str]:
+    """``--preferred-sampling-params`` of these."""
+    return ["--preferred-sampling-params", json.dumps(params)]
+
 
 # name -> (extra flags, words that the one line must hold)
 REFUSALS: dict[str, tuple[list[str], list[str]]] = {
@@ -201,6 +216,43 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["--tokenizer-worker-num", "2", "1"],
     ),
     "gRPC": ([*SPARSE, "--smg-grpc-mode"], ["--smg-grpc-mode", "unset"]),
+    "native gRPC": ([*SPARSE, "--grpc-port", "50051"], ["--grpc-port 50051", "unset"]),
+    "a sidecar": ([*SPARSE, "--sidecar", "some.module"], ["--sidecar some.module", "unset"]),
+    "Ray": ([*SPARSE, "--use-ray"], ["--use-ray", "unset"]),
+    "an encoder": ([*SPARSE, "--encoder-only"], ["--encoder-only", "unset"]),
+    "pipeline stages": ([*SPARSE, "--pp-size", "2"], ["--pp-size 2", "allowed: 1"]),
+    "prefill over ranks": (
+        [*SPARSE, "--enable-prefill-cp", "--cp-strategy", "zigzag"],
+        ["--enable-prefill-cp", "unset"],
+    ),
+    "several items": ([*SPARSE, "--enable-mis"], ["--enable-mis", "unset"]),
+    "a canary": ([*SPARSE, "--kv-canary", "log"], ["--kv-canary log", "none"]),
+    "training on policy": (
+        [*SPARSE, "--rl-on-policy-target", "fsdp"],
+        ["--rl-on-policy-target fsdp", "unset"],
+    ),
+    "one memory for all": (
+        [*SPARSE, "--enable-unified-memory"],
+        ["--enable-unified-memory", "unset"],
+    ),
+    "another device": ([*SPARSE, "--device", "xpu"], ["--device xpu", "on this machine"]),
+    "a preferred budget": (
+        [*SPARSE, *preferring({"custom_params": {"sparse": {"budget": 1}}})],
+        ["--preferred-sampling-params", "custom_params.sparse", "--sparse-config"],
+    ),
+    "preferred dense requests": (
+        [*SPARSE, *preferring({"custom_params": {"sparse": {"mode": "dense"}}})],
+        ["--preferred-sampling-params", "custom_params.sparse", "--sparse-config"],
+    ),
+    "preferred params that are text": (
+        [*SPARSE, *preferring({"custom_params": "dense"})],
+        ["--preferred-sampling-params", "custom_params is not an object"],
+    ),
+    "preferences that are a list": ([*SPARSE, *preferring([1])], ["not an object"]),
+    "logits that the position scales": (
+        ["--model-path", "{TMP}/tempered", *SPARSE],
+        ["tempered", "attn_temperature_len"],
+    ),
     "a largest budget below the budget": (
         [*SPARSE, "--sparse-config", '{"budget": {"max_tokens": 128}}'],
         ["--sparse-config", "budget.max_tokens 128", "at least 256"],
@@ -254,6 +306,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "wide": WIDE,
         "multiquery": MULTIQUERY,
         "shallow": SHALLOW,
+        "tempered": TEMPERED,
     }
     for name, config in models.items():
         (tmp / name).mkdir()
@@ -270,6 +323,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     ]
     lines["just long enough"] = [*SPARSE, "--context-length", "515", "--max-total-tokens", "578"]
     lines |= {"lost hook": SPARSE, "no plugin": ["--attention-backend", "sparse"]}
+    lines |= {"gRPC by the environment": SPARSE}
+    lines |= {"harmless preferences": [*SPARSE, *preferring({"top_p": 0.9, "custom_params": {}})]}
     request = {
         name: [*base_args(), *(f.replace("{TMP}", str(tmp)) for f in flags)]
         for name, flags in lines.items()
@@ -299,9 +354,17 @@ def test_a_start_that_cannot_be_served_is_refused_in_one_line(
         assert word in line
 
 
-@pytest.mark.parametrize("name", ["good", "dense", "anchors by hand", "just long enough"])
+@pytest.mark.parametrize(
+    "name", ["good", "dense", "anchors by hand", "just long enough", "harmless preferences"]
+)
 def test_good_flags_are_not_refused(outcomes: dict[str, list[str]], name: str) -> None:
     assert outcomes[name] == ["started", ""]
+
+
+def test_grpc_that_the_environment_asks_for_is_refused(outcomes: dict[str, list[str]]) -> None:
+    line, _ = outcomes["gRPC by the environment"]
+    assert line.startswith("sglang-sparse: error: SGLANG_GRPC_PORT 50051: ")
+    assert "unset SGLANG_GRPC_PORT" in line
 
 
 def test_a_hook_that_lost_its_target_stops_the_start(outcomes: dict[str, list[str]]) -> None:

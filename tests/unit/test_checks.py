@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -137,3 +138,106 @@ def test_one_list_for_all_heads_may_not_be_split_over_ranks() -> None:
     check_ranks(config, 2, 4, 1)
     with pytest.raises(ConfigError, match=r"--tp-size 2: .*score.pool=heads"):
         check_ranks(config, 2, 4, 2)
+
+
+def attention_layer(**changes: Any) -> Any:
+    """SGLang's own layer, with attributes set as models set them."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layer = RadixAttention(
+        num_heads=4, head_dim=64, scaling=0.125, num_kv_heads=2, layer_id=3, logit_cap=30.0
+    )
+    for name, value in changes.items():
+        assert hasattr(layer, name)
+        setattr(layer, name, value)
+    return layer
+
+
+def test_a_layer_whose_logits_a_sparse_row_would_compute_otherwise_is_refused() -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
+    from sglang_sparse.checks import check_layer
+
+    check_layer(attention_layer())
+    for changes, words in (
+        ({"xai_temperature_len": 1024}, "layer 3.*one temperature.*serve it dense"),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "layer 3.*decoder_bidirectional"),
+        ({"pos_encoding_mode": "ALIBI"}, "layer 3.*ALIBI"),
+        ({"logit_capping_method": "sigmoid"}, "layer 3.*sigmoid"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_layer(attention_layer(**changes))
+
+
+def test_every_layer_of_a_loaded_model_is_checked() -> None:
+    import torch
+
+    from sglang_sparse import compat
+
+    layers = [attention_layer(), attention_layer(xai_temperature_len=8)]
+    model = torch.nn.Sequential(torch.nn.Sequential(layers[0], torch.nn.Identity()), layers[1])
+    assert compat.attention_layers(model) == layers
+
+
+def test_arguments_that_sparse_rows_would_drop_are_refused() -> None:
+    from sglang_sparse.checks import check_keywords
+
+    check_keywords(attention_layer(), {})
+    check_keywords(attention_layer(), {"sinks": None})
+    with pytest.raises(ConfigError, match=r"layer 3.*passes sinks, slopes: serve it dense"):
+        check_keywords(attention_layer(), {"slopes": (0.5, 0.25), "sinks": 1, "k_rope": None})
+
+
+@pytest.mark.parametrize(
+    ("served", "device", "allowed"),
+    [
+        ("cuda", "cpu", "cuda on this machine"),
+        ("cpu", "cuda:1", "cpu on this machine"),
+        ("cuda", "hpu", "cuda on this machine"),
+        (None, "cuda", "an NVIDIA GPU"),
+        (None, "cpu", "SGLANG_USE_CPU_ENGINE"),
+    ],
+)
+def test_devices_that_nothing_here_serves_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    resolved: object,
+    served: str | None,
+    device: str,
+    allowed: str,
+) -> None:
+    from sglang_sparse import platform_cpu
+    from sglang_sparse.checks import check_resolved
+
+    monkeypatch.setattr(platform_cpu, "served_device", lambda: served)
+    rewritten = copy.copy(resolved)
+    object.__setattr__(rewritten, "device", device)
+    with pytest.raises(ConfigError, match=f"--device {device}: .*{allowed}"):
+        check_resolved(rewritten, load_preset("reference", "sparcas"))
+
+
+def test_the_amx_engine_is_no_device_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from machine import HAS_GPU
+
+    from sglang_sparse import platform_cpu
+
+    assert platform_cpu.served_device() == ("cuda" if HAS_GPU else "cpu")
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert platform_cpu.served_device() == ("cuda" if HAS_GPU else None)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ('{"custom_params": {"sparse": {"budget": 1}}}', "custom_params.sparse would hold"),
+        ('{"custom_params": "dense"}', "custom_params is not an object"),
+        ('["top_p"]', "not an object"),
+        ("{top_p", "not JSON"),
+    ],
+)
+def test_preferences_given_as_text_are_checked_too(value: str, words: str) -> None:
+    from sglang_sparse.endpoints import check_preferred
+
+    for fine in (None, "{}", '{"top_p": 0.9, "custom_params": {"thinking_budget": 8}}'):
+        check_preferred(fine)
+    with pytest.raises(ConfigError, match=f"--preferred-sampling-params.*{words}"):
+        check_preferred(value)
