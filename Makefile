@@ -55,7 +55,7 @@ loadtest: $(STAMP)
 
 # The site, in build/docs; a broken link ends it.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean --config-file docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --clean --config-file docs/mkdocs.yml
 	@echo "built build/docs; to read it: $(PY) -m http.server --directory build/docs 8000"
 
 # What is generated from the code: configs/schema.json, and tables of docs/.
