@@ -8,7 +8,9 @@ and casts to it truncate.
 """
 
 from functools import cache
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -18,6 +20,15 @@ OVERLAP_ROW_HEADS = 32
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class KVArgs(NamedTuple):
+    """A :class:`.records.KVView` as kernels take it."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    page_table: torch.Tensor
+    stride_table: int
 
 
 def overlapping(row_heads: int) -> dict[str, bool]:

@@ -3,15 +3,19 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton implementation of attention that stops when enough of the mass is reached.
 
-Where a row stops is known only when it has been attended to so far, but it is much where it stopped
-in its last step. So a first launch attends to as many microbatches as were taken then, of all rows
-and KV heads together, in equal shares for the programs that run at once: no program waits for a
-number of another's. In a second one some programs find the exact stop, or where a row stops at the
-latest, while others merge all that was attended to: much is it what lies before the stop. A third
-attends up to the latest stop, again in equal shares, and a fourth looks again at the rows that went
-on, and merges those and the ones that stop earlier; where everything stopped as expected, these two
-return at once. A microbatch comes to the same whoever attends to it, and a merge depends on nothing
-after the stop, so what was expected decides the time alone.
+Where a row stops is known only after it has been attended to so far. But a row usually stops near
+where it stopped in its last step. So there are four launches:
+
+1. *Attend* takes as many microbatches of each row and KV head as the last step took. Its programs
+   share the work of all rows equally, and no program waits for another.
+2. *Finish* has one program a row and KV head that checks where it stops, or where it stops at the
+   latest. Other programs merge all chunks meanwhile, which mostly end near the stop.
+3. *Extend* attends up to the latest stop, for the rows that go on.
+4. *Finish* checks again for those rows, and merges them and the rows that stop earlier.
+
+Where every row stopped as expected, the last two launches return at once. A chunk has the same
+result whichever program attends to it, and a merge depends on nothing after the stop. So what was
+expected decides the time alone, and never the result.
 """
 
 import torch
@@ -22,11 +26,23 @@ from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import begin, overlapping
-from .finish_kernel import SLICES, progressive_finish_kernel
+from ..triton_ops import KVArgs, begin, overlapping
+from .finish_kernel import SLICES, Checks, Progress, progressive_finish_kernel
 from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
-from .work_kernel import attend_shares, cuts, listed_units, work
+from .work_kernel import (
+    Chunks,
+    Layout,
+    Queries,
+    Ranking,
+    Rows,
+    Tiles,
+    attend_split,
+    candidate_units,
+    chunk_plan,
+    row_plan,
+)
 
+# Measured on one H200 (132 multiprocessors), as are CTAS_PER_SM, REGISTERS, SPARE and what follows.
 # Both launches that attend take as many warps and the same tile: sums over it must round alike.
 WARPS = 4
 TILE = 128
@@ -39,12 +55,12 @@ CTAS_PER_SM = 3
 REGISTERS = 168
 # Programs that would idle may add one for so many of the last step's microbatches.
 SPARE = 4
-# What looks or merges is small, and waits less for two warps than for four: measured.
+# What checks or merges is small, and waits less for two warps than for four.
 FINISH_WARPS = 2
 # Numbers that a program merges at once, and the channels of them.
 MERGED, CHANNELS = 2048, 32
-# Looks at once: as many as a warp has threads, so that no sum over them waits for another warp.
-LOOKS = 32
+# Stop checks at once: as many as a warp has threads, so that no sum over them waits for another.
+CHECKS = 32
 # Rows times KV heads that one compiled kernel serves, or four times as many, and so on: a batch
 # that is larger than any before it must not wait for a compiler.
 LEAST_ROW_HEADS = 256
@@ -65,130 +81,69 @@ def row_heads_tile(count: int) -> int:
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SLICES)
 def progressive_attend_kernel(
-    q,
-    k_buffer,
-    v_buffer,
-    page_table,
-    seq_lens,
-    tail_start,
-    list_rows,
-    indices,
+    queries,
+    kv,
+    rows,
+    ranking,
+    out,
     k_units,
     ranked,
     expected,
-    expected_rows,
-    partial,
-    lse,
-    least,
-    there,
-    listed,
-    stride_q,
-    stride_table,
-    capacity,
-    pieces,
+    request_slots,
+    attended,
+    candidates,
     count,
-    sink,
-    recent,
-    scale_log2,
-    logit_cap,
-    BR: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BN: tl.constexpr,
-    TILES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    OUTPUT: tl.constexpr,
+    L: tl.constexpr,
+    T: tl.constexpr,
     SPARE: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROW_COST: tl.constexpr,
 ):
     programs = tl.num_programs(0)
-    o_r = tl.arange(0, BR)
+    o_r = tl.arange(0, T.BR)
     m_r = o_r < count
     o_r = tl.where(m_r, o_r, 0)
     # [BR]: tiles that each row and KV head is expected to take.
-    i_e = tl.load(expected_rows + o_r // H).to(tl.int64) * H + o_r % H
-    b_last = tl.maximum(tl.load(expected + i_e), 1)
-    b_listed = listed_units(k_units, list_rows, ranked, o_r, capacity, H)
-    _, _, b_prologue, b_total, _, _, _ = work(
-        seq_lens, tail_start, o_r // H, b_listed, sink, recent, UNIT, BN * TILES // UNIT
-    )
-    b_front, _, b_parts, b_most, b_tiles = cuts(b_prologue, b_total, BN, TILES, PARTS)
-    b_taken = tl.minimum(b_last, b_most)
-    b_amount = tl.minimum(b_front + b_taken * TILES, b_tiles)
-    amount = tl.sum(tl.where(m_r, b_amount, 0))
+    i_e = tl.load(request_slots + o_r // L.H).to(tl.int64) * L.H + o_r % L.H
+    b_expected = tl.maximum(tl.load(expected + i_e), 1)
+    b_candidates = candidate_units(k_units, rows.list_rows, ranked, o_r, ranking.capacity, L.H)
+    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, o_r // L.H, b_candidates, L)
+    b_first_tiles, _, b_first_chunks, b_batches, b_all = chunk_plan(b_prologue, b_total, L)
+    b_taken = tl.minimum(b_expected, b_batches)
+    b_tiles = tl.minimum(b_first_tiles + b_taken * L.BATCH_TILES, b_all)
+    tiles = tl.sum(tl.where(m_r, b_tiles, 0))
     # Programs that would have nothing to do attend to a little more of each row.
-    spare = tl.maximum(programs - amount - count * ROW_COST, 0) // (count * TILES)
-    b_taken = tl.minimum(b_taken + tl.minimum(spare, tl.cdiv(b_taken, SPARE)), b_most)
-    b_amount = tl.where(m_r, tl.minimum(b_front + b_taken * TILES, b_tiles), 0)
+    spare = tl.maximum(programs - tiles - count * T.ROW_COST, 0) // (count * L.BATCH_TILES)
+    b_taken = tl.minimum(b_taken + tl.minimum(spare, tl.cdiv(b_taken, SPARE)), b_batches)
+    b_tiles = tl.where(m_r, tl.minimum(b_first_tiles + b_taken * L.BATCH_TILES, b_all), 0)
     if tl.program_id(0) == 0:
-        tl.store(there + o_r, b_parts + b_taken, mask=m_r)
-        tl.store(listed + o_r, b_listed, mask=m_r)
-    attend_shares(
-        b_amount, b_listed, tl.zeros_like(b_amount), q, k_buffer, v_buffer, page_table, seq_lens,
-        tail_start, list_rows, indices, partial, lse, least, stride_q, stride_table, capacity,
-        pieces, sink, recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS,
-        HAS_CAP, OUTPUT, STAGES, ROW_COST,
-    )  # fmt: skip
+        tl.store(attended + o_r, b_first_chunks + b_taken, mask=m_r)
+        tl.store(candidates + o_r, b_candidates, mask=m_r)
+    attend_split(
+        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, ranking, out, L, T
+    )
 
 
 @triton.jit(do_not_specialize=["count"])
 def progressive_extend_kernel(
-    q,
-    k_buffer,
-    v_buffer,
-    page_table,
-    seq_lens,
-    tail_start,
-    list_rows,
-    indices,
-    partial,
-    lse,
-    least,
-    there,
-    listed,
-    until,
-    stride_q,
-    stride_table,
-    capacity,
-    pieces,
+    queries,
+    kv,
+    rows,
+    ranking,
+    out,
+    attended,
+    candidates,
+    extended,
     count,
-    sink,
-    recent,
-    scale_log2,
-    logit_cap,
-    BR: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BN: tl.constexpr,
-    TILES: tl.constexpr,
-    PARTS: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROW_COST: tl.constexpr,
+    L: tl.constexpr,
+    T: tl.constexpr,
 ):
     begin()
-    o_r = tl.arange(0, BR)
+    o_r = tl.arange(0, T.BR)
     m_r = o_r < count
-    b_there = tl.load(there + o_r, mask=m_r, other=0)
-    b_listed = tl.load(listed + o_r, mask=m_r, other=0)
-    b_more = tl.load(until + o_r, mask=m_r, other=0) - b_there
-    attend_shares(
-        b_more * TILES, b_listed, b_there, q, k_buffer, v_buffer, page_table, seq_lens, tail_start,
-        list_rows, indices, partial, lse, least, stride_q, stride_table, capacity, pieces, sink,
-        recent, scale_log2, logit_cap, H, G, BG, D, PAGE, UNIT, BN, TILES, PARTS, HAS_CAP, OUTPUT,
-        STAGES, ROW_COST,
-    )  # fmt: skip
+    b_attended = tl.load(attended + o_r, mask=m_r, other=0)
+    b_candidates = tl.load(candidates + o_r, mask=m_r, other=0)
+    b_more = tl.load(extended + o_r, mask=m_r, other=0) - b_attended
+    b_tiles = b_more * L.BATCH_TILES
+    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, ranking, out, L, T)
 
 
 def progressive_decode_attention_triton(
@@ -204,63 +159,45 @@ def progressive_decode_attention_triton(
     workspace: ProgressiveWorkspace,
 ) -> None:
     """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
-    rows, _, dim = q.shape
-    heads, group, unit = kv.num_heads, kv.group_of(q), ranking.unit
-    chunks, w = workspace.lse.shape[3], workspace
-    tile = min(stop.microbatch, max(TILE, unit))
-    rows_of = (q, kv.k, kv.v, kv.page_table)
-    lies = (plan.seq_lens, plan.tail_start, ranking.rows)
-    found = (w.partial, w.lse, w.min_block, w.attended)
-    sizes = (q.stride(0), kv.page_table.stride(0), ranking.capacity, chunks, rows * heads)
-    forced = (stop.always.sink, stop.always.recent)
-    factors = (*forced, softmax.scale_log2, softmax.logit_cap)
-    cut = {
-        "H": heads,
-        "G": group,
-        "D": dim,
-        "UNIT": unit,
-        "BN": tile,
-        "TILES": stop.microbatch // tile,
-        "PARTS": MAX_PROLOGUE_CHUNKS,
-        "OUTPUT": out is not None,
-    }
-    shares = cut | {
-        "BG": max(16, next_power_of_2(group)),
-        "BR": row_heads_tile(rows * heads),
-        "PAGE": kv.page_size,
-        "HAS_CAP": softmax.logit_cap > 0,
-        "STAGES": STAGES,
-        "ROW_COST": ROW_COST,
-        "num_warps": WARPS,
-        "maxnreg": REGISTERS,
-    }
+    count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
+    group, unit, always = kv.group_of(q), ranking.unit, stop.always
+    tile, group_tile = min(stop.microbatch, max(TILE, unit)), next_power_of_2(group)
+    layout = Layout(
+        H=kv.num_heads, G=group, D=dim, UNIT=unit, BN=tile, BATCH_TILES=stop.microbatch // tile,
+        MAX_PROLOGUE=MAX_PROLOGUE_CHUNKS, OUTPUT=out is not None,
+    )  # fmt: skip
+    tiles = Tiles(
+        BG=max(16, group_tile), BR=row_heads_tile(count), PAGE=kv.page_size,
+        HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, ROW_COST=ROW_COST,
+    )  # fmt: skip
+    checks = Checks(
+        BG=group_tile, BC=CHECKS, BM=MERGED // (group_tile * CHANNELS), BD=CHANNELS,
+        BOUNDED=stop.residual is not None, MEAN=stop.share == "mean",
+    )  # fmt: skip
+    rows = Rows(plan.seq_lens, plan.tail_start, ranking.rows, always.sink, always.recent)
+    chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
+    attend = (
+        Queries(q, q.stride(0), softmax.scale_log2, softmax.logit_cap),
+        KVArgs(kv.k, kv.v, kv.page_table, kv.page_table.stride(0)),
+        rows, Ranking(ranking.indices, ranking.capacity), chunks,
+    )  # fmt: skip
+    check = (
+        rows, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
+        state.expected, plan.request_slots, stop.epsilons, stop.residual,
+        0 if stop.residual is None else stop.residual.shape[3], out, state.counters,
+    )  # fmt: skip
     slices = 0 if out is None else dim // CHANNELS
-    group_tile = next_power_of_2(group)
-    ends = cut | {
-        "BS": group_tile,
-        "BI": LOOKS,
-        "BM": MERGED // (group_tile * CHANNELS),
-        "BD": CHANNELS,
-        "UPPER": stop.residual is not None,
-        "MEAN": stop.share == "mean",
-        "num_warps": FINISH_WARPS,
-    }
+    programs = num_programs(q.device)
+    launch = {"T": tiles, "num_warps": WARPS, "maxnreg": REGISTERS}
+    finish = {"L": layout, "C": checks, "num_warps": FINISH_WARPS}
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
-    programs = num_programs(q.device)
-    expectation = (state.expected, plan.request_slots)
-    ended = (
-        *lies, state.reached, *expectation, stop.epsilons, stop.residual, *found, w.extended,
-        w.stop, w.candidates, out, state.counters, chunks,
-        0 if stop.residual is None else stop.residual.shape[3], *forced,
-    )  # fmt: skip
     progressive_attend_kernel[(programs,)](
-        *rows_of, *lies, ranking.indices, plan.k_units, ranking.counts, *expectation, *found,
-        w.candidates, *sizes, *factors, SPARE=SPARE, **shares,
+        *attend, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
+        w.candidates, count, L=layout, SPARE=SPARE, **launch,
     )  # fmt: skip
-    progressive_finish_kernel[(rows * heads, 1 + slices)](*ended, AGAIN=False, **ends, **tail)
+    progressive_finish_kernel[(count, 1 + slices)](*check, AGAIN=False, **finish, **tail)
     progressive_extend_kernel[(programs,)](
-        *rows_of, *lies, ranking.indices, *found, w.candidates, w.extended, *sizes, *factors,
-        **shares, **tail,
-    )  # fmt: skip
-    progressive_finish_kernel[(rows * heads, max(slices, 1))](*ended, AGAIN=True, **ends, **tail)
+        *attend, w.attended, w.candidates, w.extended, count, L=layout, **launch, **tail
+    )
+    progressive_finish_kernel[(count, max(slices, 1))](*check, AGAIN=True, **finish, **tail)

@@ -37,9 +37,10 @@ def forced_range(tokens, sink, recent, UNIT: tl.constexpr):
 
 
 @triton.jit
-def prologue_units(forced, STEP: tl.constexpr):
+def prologue_units(forced, BATCH_UNITS: tl.constexpr):
     """See :func:`.reference.prologue_units`."""
-    return tl.where(forced + 1 >= STEP, (forced + 1) // STEP * STEP - 1, forced)
+    whole = (forced + 1) // BATCH_UNITS * BATCH_UNITS
+    return tl.where(forced + 1 >= BATCH_UNITS, whole - 1, forced)
 
 
 @triton.jit
@@ -79,7 +80,7 @@ def _ascending(b_key, n_dims: tl.constexpr):
 @triton.jit
 def rank_units_kernel(
     scores,
-    picked,
+    selected,
     tail_start,
     k_units,
     reselect,
@@ -103,10 +104,10 @@ def rank_units_kernel(
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
         tl.store(out_counts + i_l, k)
         below, start, _ = forced_range(tokens, sink, recent, UNIT)
-        p_picked = picked + i_rh * capacity
+        p_selected = selected + i_rh * capacity
         m_c = o_c < k
         # [BC]
-        b_unit = tl.load(p_picked + o_c, mask=m_c, other=0)
+        b_unit = tl.load(p_selected + o_c, mask=m_c, other=0)
         b_s = _load_scores(scores + i_rh * width, b_unit, m_c, below, start)
         # Integers that ascend as the scores fall; lists ascend, so of equal scores the place in
         # the list decides, and what is past the list comes last.
@@ -114,25 +115,28 @@ def rank_units_kernel(
         b_bits = tl.where(b_bits < 0, b_bits & 0x7FFFFFFF, -1 - b_bits)
         b_key = (b_bits.to(tl.int64) << 32) | o_c.to(tl.int64)
         b_place = (_ascending(b_key, DIMS) & 0xFFFFFFFF).to(tl.int32)
-        b_out = tl.load(p_picked + b_place, mask=m_c, other=0)
+        b_out = tl.load(p_selected + b_place, mask=m_c, other=0)
         tl.store(out_indices + i_l * capacity + o_c, b_out, mask=m_c)
 
 
 @triton.jit
 def _bound_logs(
     p_bounds,
+    heads,
     b_unit,
     m_unit,
-    o_g,
-    m_g,
     tokens,
-    width,
-    scale_log2,
-    logit_cap,
+    logits,
     UNIT: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """log2 of what bounds allow each unit for each query head, [units, heads]."""
+    """log2 of the mass that bounds allow each unit for each query head, [units, heads].
+
+    ``heads`` are the heads, which of them there are, and how far apart theirs lie; ``logits`` the
+    factors of logits.
+    """
+    o_g, m_g, width = heads
+    scale_log2, logit_cap = logits
     m = m_unit[:, None] & m_g[None, :]
     b_s = tl.load(p_bounds + o_g[None, :] * width + b_unit[:, None], mask=m, other=0.0)
     b_s *= scale_log2
@@ -157,7 +161,7 @@ def residual_bounds_kernel(
     out,
     width,
     capacity,
-    steps,
+    checks_held,
     sink,
     recent,
     scale_log2,
@@ -166,10 +170,10 @@ def residual_bounds_kernel(
     margin,
     H: tl.constexpr,
     G: tl.constexpr,
-    BS: tl.constexpr,
+    BG: tl.constexpr,
     UNIT: tl.constexpr,
-    STEP: tl.constexpr,
-    BU: tl.constexpr,
+    BATCH_UNITS: tl.constexpr,
+    BT: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
@@ -179,87 +183,52 @@ def residual_bounds_kernel(
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
         kept = tl.load(counts + i_l)
         below, start, forced = forced_range(tokens, sink, recent, UNIT)
-        first = tl.minimum(prologue_units(forced, STEP), kept)
-        o_g = tl.arange(0, BS)
+        first = tl.minimum(prologue_units(forced, BATCH_UNITS), kept)
+        o_g = tl.arange(0, BG)
         m_g = o_g < G
         p_scores = scores + i_rh * width
         p_bounds = bounds + i_rh * (G * width)
         p_list = indices + i_l * capacity
+        heads, logits = (o_g, m_g, width), (scale_log2, logit_cap)
         # The worst of a list decides who is in it.
         last = tl.load(p_list + kept - 1)
         worst = rankable(tl.load(p_scores + last), (last < below) | (last >= start), last >= 0)
 
-        b_top = tl.full((BS,), float("-inf"), tl.float32)
-        for i_u in tl.range(0, units, BU):
-            o_u = i_u + tl.arange(0, BU)
-            b_s = _bound_logs(
-                p_bounds,
-                o_u,
-                o_u < units,
-                o_g,
-                m_g,
-                tokens,
-                width,
-                scale_log2,
-                logit_cap,
-                UNIT,
-                HAS_CAP,
-            )
+        b_top = tl.full((BG,), float("-inf"), tl.float32)
+        for i_u in tl.range(0, units, BT):
+            o_u = i_u + tl.arange(0, BT)
+            b_s = _bound_logs(p_bounds, heads, o_u, o_u < units, tokens, logits, UNIT, HAS_CAP)
             b_top = tl.maximum(b_top, tl.max(b_s, 0))
         b_top = tl.where(b_top == float("-inf"), 0.0, b_top)
 
-        b_rest = tl.zeros((BS,), tl.float32)
-        for i_u in tl.range(0, units, BU):
-            o_u = i_u + tl.arange(0, BU)
+        b_residual = tl.zeros((BG,), tl.float32)
+        for i_u in tl.range(0, units, BT):
+            o_u = i_u + tl.arange(0, BT)
             m_u = o_u < units
             b_s = _load_scores(p_scores, o_u, m_u, below, start)
             m_u &= (b_s < worst) | ((b_s == worst) & (o_u > last))
-            b_s = _bound_logs(
-                p_bounds,
-                o_u,
-                m_u,
-                o_g,
-                m_g,
-                tokens,
-                width,
-                scale_log2,
-                logit_cap,
-                UNIT,
-                HAS_CAP,
-            )
-            b_rest += tl.sum(tl.exp2(b_s - b_top[None, :]), 0)
+            b_s = _bound_logs(p_bounds, heads, o_u, m_u, tokens, logits, UNIT, HAS_CAP)
+            b_residual += tl.sum(tl.exp2(b_s - b_top[None, :]), 0)
 
-        # Looks at the share from the last to the first, a tile of them at a time.
-        BT: tl.constexpr = BU // STEP
-        looks = tl.cdiv(kept - first, STEP)
-        p_out = out + (i_rh * G + o_g)[None, :] * steps
-        for i_t in tl.range(0, looks + 1, BT):
-            o_t = looks - i_t - tl.arange(0, BT)
-            o_n = first + o_t[:, None] * STEP + tl.arange(0, STEP)[None, :]
-            o_n = tl.reshape(o_n, (BU,))
+        # Stop checks from the last to the first, a tile of units at a time.
+        BC: tl.constexpr = BT // BATCH_UNITS
+        checks = tl.cdiv(kept - first, BATCH_UNITS)
+        p_out = out + (i_rh * G + o_g)[None, :] * checks_held
+        for i_t in tl.range(0, checks + 1, BC):
+            o_t = checks - i_t - tl.arange(0, BC)
+            o_n = first + o_t[:, None] * BATCH_UNITS + tl.arange(0, BATCH_UNITS)[None, :]
+            o_n = tl.reshape(o_n, (BT,))
             m_n = (o_n >= first) & (o_n < kept)
             b_unit = tl.load(p_list + o_n, mask=m_n, other=0)
-            b_s = _bound_logs(
-                p_bounds,
-                b_unit,
-                m_n,
-                o_g,
-                m_g,
-                tokens,
-                width,
-                scale_log2,
-                logit_cap,
-                UNIT,
-                HAS_CAP,
-            )
-            # [BT, BS]: mass of the microbatch after each look, then of all after it.
-            b_m = tl.sum(tl.reshape(tl.exp2(b_s - b_top[None, :]), (BT, STEP, BS)), 1)
-            b_after = b_rest[None, :] + tl.cumsum(b_m, 0)
+            b_s = _bound_logs(p_bounds, heads, b_unit, m_n, tokens, logits, UNIT, HAS_CAP)
+            # [BC, BG]: mass of the microbatch after each check, then of all after it.
+            b_m = tl.sum(tl.reshape(tl.exp2(b_s - b_top[None, :]), (BC, BATCH_UNITS, BG)), 1)
+            b_after = b_residual[None, :] + tl.cumsum(b_m, 0)
             b_out = tl.log2((b_after + floor) * margin) + b_top[None, :]
-            b_left = units - tl.minimum(first + o_t * STEP, kept)
+            b_left = units - tl.minimum(first + o_t * BATCH_UNITS, kept)
             b_out = tl.where((b_left > 0)[:, None], b_out, float("-inf"))
             tl.store(p_out + o_t[:, None], b_out, mask=(o_t >= 0)[:, None] & m_g[None, :])
-            b_rest += tl.sum(b_m, 0)
+            b_residual += tl.sum(b_m, 0)
 
 
 def rank_units_triton(
@@ -299,6 +268,7 @@ def residual_bounds_triton(
         bounds, scores, plan.tail_start, plan.k_units, plan.reselect, ranking.rows, ranking.indices,
         ranking.counts, out, width, ranking.capacity, out.shape[3], always.sink, always.recent,
         softmax.scale_log2, softmax.logit_cap, BOUND_FLOOR, (1 + BOUND_MARGIN) * math.exp(-margin),
-        H=heads, G=group, BS=next_power_of_2(group), UNIT=ranking.unit,
-        STEP=microbatch // ranking.unit, BU=BOUNDS_TILE, HAS_CAP=softmax.logit_cap > 0, num_warps=4,
+        H=heads, G=group, BG=next_power_of_2(group), UNIT=ranking.unit,
+        BATCH_UNITS=microbatch // ranking.unit, BT=BOUNDS_TILE, HAS_CAP=softmax.logit_cap > 0,
+        num_warps=4,
     )  # fmt: skip

@@ -28,8 +28,19 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
+def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Tensors among the arguments, and in records of them."""
+    found = []
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            found += _tensors(argument)
+        elif isinstance(argument, torch.Tensor) and argument.numel():
+            found.append(argument)
+    return found
+
+
 def _extents(arguments: tuple[Any, ...]) -> np.ndarray:
-    tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.numel()]
+    tensors = _tensors(arguments)
     found = [_extent(tensor) for tensor in tensors]
     for pointers in (tensor for tensor in tensors if tensor.dtype == torch.uint64):
         # Base addresses of layers that look like the first argument.

@@ -173,7 +173,7 @@ def test_pieces_of_several_tiles_hold_what_one_tile_would(monkeypatch: pytest.Mo
 def test_looks_at_a_few_pieces_at_a_time_find_the_same_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kernel, "LOOKS", 4)
+    monkeypatch.setattr(kernel, "CHECKS", 4)
     monkeypatch.setattr(kernel, "MERGED", 256)  # two pieces of 4 query heads
     batch = make_batch(([333, 90], 32, 1, 4, 64, torch.bfloat16, 16, 1, 32, 64))
     scores, ask = shape_keys(batch, "peaked"), Setting(0.95, 32)
