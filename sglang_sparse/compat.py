@@ -56,6 +56,7 @@ OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingRespons
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,20 @@ def has_recurrent_layers(model: ModelConfig) -> bool:
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     return mambaish_config(model) is not None
+
+
+@cache
+def serves_responses() -> bool:
+    """True if the handlers of ``/v1/responses`` can be imported.
+
+    Seam: ``entrypoints/http_server.py: lifespan`` logs a failed import of
+    ``entrypoints/openai/serving_responses.py`` and serves without the endpoint.
+    """
+    try:
+        import sglang.srt.entrypoints.openai.serving_responses  # noqa: F401
+    except Exception:  # as SGLang does: packages that the endpoint alone needs may be missing
+        return False
+    return True
 
 
 def captures_decode(server_args: Any) -> bool:

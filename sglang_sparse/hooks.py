@@ -62,11 +62,7 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
             endpoints.into_chat_request,
             "after",
         ),
-        (
-            "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses.create_responses",
-            endpoints.carry_custom_params,
-            "around",
-        ),
+        *_responses_hooks(),
         (
             "sglang.srt.entrypoints.openai.protocol.ResponsesRequest.to_sampling_params",
             endpoints.into_sampling_params,
@@ -95,6 +91,16 @@ def _hooks() -> list[tuple[str, Callable[..., Any], str]]:
             "after",
         ),
     ]
+
+
+def _responses_hooks() -> list[tuple[str, Callable[..., Any], str]]:
+    """Hooks on ``/v1/responses``; none where SGLang, too, goes without that endpoint."""
+    from sglang_sparse import endpoints
+
+    if not compat.serves_responses():
+        return []
+    handler = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+    return [(f"{handler}.create_responses", endpoints.carry_custom_params, "around")]
 
 
 def register() -> None:

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of SGLang's functions are hooked."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from sglang_sparse import compat, hooks
+
+RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
+
+
+def hooked() -> list[str]:
+    """Targets of the hooks, with the endpoints looked up anew."""
+    compat.serves_responses.cache_clear()
+    try:
+        return [target for target, _, _ in hooks._hooks() if target.startswith(RESPONSES)]
+    finally:
+        compat.serves_responses.cache_clear()
+
+
+def test_an_endpoint_that_sglang_cannot_import_is_not_hooked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert hooked() == [f"{RESPONSES}.OpenAIServingResponses.create_responses"]
+    monkeypatch.setitem(sys.modules, RESPONSES, None)
+    assert hooked() == []
