@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse import compat, platform_cpu
+from sglang_sparse import compat, devices
 from sglang_sparse.config import ConfigError, SparseConfig, calibration_command
 from sglang_sparse_radix.refusals import RULES, Rule, unsupported_switch
 
@@ -183,7 +183,7 @@ def _check_device(device: str) -> None:
 
     A ``--device cpu`` beside an accelerator, or with SGLANG_USE_CPU_ENGINE, is SGLang's AMX engine.
     """
-    served = platform_cpu.served_device()
+    served = devices.served_device()
     if served is None:
         raise refuse(
             "--device",

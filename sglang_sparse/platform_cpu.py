@@ -9,18 +9,16 @@ so installing this package never changes what a GPU machine does.
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_sparse import devices
+
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-_ACCELERATORS = ("xpu", "npu", "musa", "hpu", "mps")
 
 # SGLang would size its pools to fill the host's memory, and its scheduler would spin while idle.
 MAX_TOTAL_TOKENS = 65536
@@ -28,26 +26,8 @@ MAX_RUNNING_REQUESTS = 16
 
 
 def activate() -> str | None:
-    """Dotted name of the CPU platform class, or None where an accelerator should serve.
-
-    ``SGLANG_USE_CPU_ENGINE=1`` asks for SGLang's own AMX engine and is respected.
-    """
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        return None
-    if torch.version.hip is not None or torch.cuda.is_available():
-        return None
-    for name in _ACCELERATORS:
-        module: Any = getattr(torch, name, None)
-        if module is not None and hasattr(module, "is_available") and module.is_available():
-            return None
-    return f"{__name__}.{NativeCpuPlatform.__name__}"
-
-
-def served_device() -> str | None:
-    """Device that sparse attention runs on here: ``cpu``, ``cuda``, or None where it cannot."""
-    if activate() is not None:
-        return "cpu"
-    return "cuda" if torch.version.hip is None and torch.cuda.is_available() else None
+    """Dotted name of the CPU platform class, or None where something else should serve."""
+    return f"{__name__}.{NativeCpuPlatform.__name__}" if devices.is_plain_cpu() else None
 
 
 class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):

@@ -205,10 +205,10 @@ def test_devices_that_nothing_here_serves_are_refused(
     device: str,
     allowed: str,
 ) -> None:
-    from sglang_sparse import platform_cpu
+    from sglang_sparse import devices
     from sglang_sparse.checks import check_resolved
 
-    monkeypatch.setattr(platform_cpu, "served_device", lambda: served)
+    monkeypatch.setattr(devices, "served_device", lambda: served)
     rewritten = copy.copy(resolved)
     object.__setattr__(rewritten, "device", device)
     with pytest.raises(ConfigError, match=f"--device {device}: .*{allowed}"):
@@ -218,11 +218,11 @@ def test_devices_that_nothing_here_serves_are_refused(
 def test_the_amx_engine_is_no_device_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from machine import HAS_GPU
 
-    from sglang_sparse import platform_cpu
+    from sglang_sparse import devices
 
-    assert platform_cpu.served_device() == ("cuda" if HAS_GPU else "cpu")
+    assert devices.served_device() == ("cuda" if HAS_GPU else "cpu")
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    assert platform_cpu.served_device() == ("cuda" if HAS_GPU else None)
+    assert devices.served_device() == ("cuda" if HAS_GPU else None)
 
 
 @pytest.mark.parametrize(
