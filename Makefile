@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-e2e lint format bench loadtest docs schema clean
+.PHONY: help install serve test test-unit test-e2e lint format bench loadtest gpu-check docs schema clean
 
 help:
-	@echo "make serve | test | lint | format | bench | loadtest | docs | schema | clean"
+	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | docs | schema | clean"
 
 install: $(STAMP)
 
@@ -52,6 +52,9 @@ bench: $(STAMP)
 
 loadtest: $(STAMP)
 	$(PY) loadtest/short.py $(ARGS)
+
+gpu-check: $(STAMP)
+	$(PY) tests/gpu $(ARGS)
 
 # The site, in build/docs; a broken link ends it.
 docs: $(STAMP)

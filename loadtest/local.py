@@ -84,21 +84,26 @@ def free_port() -> int:
 
 @contextmanager
 def local_servers(
-    settings: dict[str, dict[str, str]], logs: Path, *, fork: bool = False
+    settings: dict[str, dict[str, str]],
+    logs: Path,
+    *,
+    fork: bool = False,
+    configurations: dict[str, list[str]] = CONFIGURATIONS,
 ) -> Iterator[dict[str, Local]]:
-    """Start some of `CONFIGURATIONS` at once, yield them when all answer, end them.
+    """Start some of `configurations` at once, yield them when all answer, end them.
 
     Args:
         settings: environment of each, by its name.
         logs: folder of what they print.
         fork: from this process, see :mod:`server_host`; needs `ENVIRONMENT` in its environment.
+        configurations: flags of each, by its name.
     """
     running: dict[str, tuple[Any, str, Path]] = {}
     try:
         for name, env in settings.items():
             port = free_port()
             arguments = ["--port", str(port), *COMMON, *([] if has_gpu() else CPU)]
-            arguments += CONFIGURATIONS[name]
+            arguments += configurations[name]
             log = logs / f"server-{name}.log"
             server: Any
             if fork:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
+from documents import cut_documents
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from server_host import Host
@@ -189,18 +190,5 @@ def suite() -> TaskSuite:
 
 @pytest.fixture(scope="session")
 def prompts(suite: TaskSuite) -> list[list[int]]:
-    """Twenty prompts of 1K to 4K tokens: four documents cut at five lengths, then the question.
-
-    Number i is document i % 4. The lengths of one document share a prefix, which keeps the tests
-    short: what was prefilled once is reused.
-    """
-    documents = suite.samples("multi_key", length=LENGTHS[-1], count=4, seed=1)
-    prompts = []
-    for length in LENGTHS:
-        for document in documents:
-            question = document.prompt[document.prompt.rindex("\n\n") :]
-            tail = suite.encoder.encode(question)
-            assert document.prompt_ids[-len(tail) :] == tail
-            body = document.prompt_ids[: -len(tail)]
-            prompts.append(body[: length - len(tail)] + tail)
-    return prompts
+    """Twenty prompts of 1K to 4K tokens: four documents cut at five lengths."""
+    return cut_documents(suite, LENGTHS, 4)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from live_server import LiveServer, logprobs, token_ids
+from served_checks import Answer, Outcome, check_dense, check_method
 
 from sglang_sparse.tasks import TaskSuite
 
@@ -289,3 +290,23 @@ def test_sglang_serve_takes_the_flags_too(server: Server) -> None:
     rows = "rows of 64 to 8158 tokens sparse"  # SGLang keeps a page of the pool's 8192 tokens free
     for word in ("sparcas", "5 layers select", rows, "planes", "MiB", "sglang 0.5.17 (tested)"):
         assert word in banner[0]
+
+
+def test_the_gpu_checks_pass_on_right_servers_and_list_what_is_wrong(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    ids = [prompts[0][:500], prompts[1][:300], prompts[2][:430], prompts[3][:200]]
+    right, wrong = Outcome(), Outcome()
+    dense = check_dense(right, server("dense").url, ids)
+    live = server("sparcas")
+    check_method(right, "sparcas", live.url, ids, dense, graphs=False)
+    assert right.failures == []
+    assert right.checked >= 4 * len(ids)
+    assert right.facts["sparcas"] == {"decode_graphs": "off", "overlap": False}
+    # Answers of other prompts, and a server without graphs.
+    other = [Answer(a.tokens, a.logprobs, a.top) for a in reversed(dense[0])]
+    check_method(wrong, "sparcas", live.url, ids, (other, dense[1]), graphs=True)
+    told = "\n".join(wrong.failures)
+    assert "sparcas, full budget: prompt 0 parts at token" in told
+    assert "sparcas: decode graphs are off" in told
+    assert "sparcas: the overlap scheduler is off" in told

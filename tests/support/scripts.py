@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts of folders that are no packages, as modules: the load tests and the documentation."""
+"""Scripts of folders that are no packages, as modules: load tests, GPU checks, documentation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LOADTEST = ROOT / "loadtest"
 DOCS = ROOT / "docs"
-for folder in (LOADTEST, LOADTEST / "programs", DOCS):
+GPU_CHECKS = ROOT / "tests" / "gpu"
+for folder in (LOADTEST, LOADTEST / "programs", DOCS, GPU_CHECKS):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))

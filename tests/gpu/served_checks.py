@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What servers of the reference model answer: a full budget as dense, a batch as its rows alone.
+
+Greedy answers of a GPU are compared up to ties. Logits are bf16: below 32 neighbouring values lie
+1/8 apart, and two kernels may round each of two logits by one such step. Answers may therefore part
+where dense puts the two tokens within `TIE` of each other, and nowhere else. Where they are the
+same, their log-probabilities differ by about as much as dense differs from itself when it answers
+in a batch.
+
+With a budget below the context, rounding may also change which of two tokens with nearly equal
+scores is attended to. `SELECTED` leaves room for that, and none for a row that sees the keys, the
+budget or the selection of another one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from client import call
+from local import METHODS, SPARSE
+
+TOKENS = 24
+LENGTHS = (1003, 1751, 2503, 3251, 3989)
+SHORT = 40  # tokens of a row that runs dense beside sparse ones
+TIE = 2 / 8
+NOISE_FACTOR = 3.0
+TOP = 8
+
+# A request may ask for the whole context.
+WHOLE: dict[str, tuple[dict[str, Any], float]] = {
+    "sparcas": ({"tokens": 256, "max_tokens": 32768}, 32768),
+    "page_minmax": ({"tokens": 256, "max_tokens": 32768}, 32768),
+    "kascade": ({"max_fraction": 1.0}, 1.0),
+    "kascade_sketch": ({"max_fraction": 1.0}, 1.0),
+    "psa": ({"max_epsilon": 1.0, "cap": 16384}, 1.0),
+}
+TILES = {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256}
+SPARSE_PROMPTS = "kascade_sketch with sparse prompts"
+
+
+def configurations() -> dict[str, list[str]]:
+    """Flags of every server of the checks, by its name."""
+    found = {"dense": ["--page-size", "64"]}
+    for method in METHODS:
+        config: dict[str, Any] = {"min_sparse_tokens": 64, "budget": WHOLE[method][0]}
+        found[method] = [*SPARSE[:2], "--sparse-method", method]
+        found[method] += ["--sparse-config", json.dumps(config)]
+        if method == "kascade_sketch":
+            config["prefill"] = TILES
+            flags = [*found[method][:-1], json.dumps(config), "--chunked-prefill-size", "2048"]
+            found[SPARSE_PROMPTS] = flags
+    return found
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What answers may differ by, in nats.
+
+    Attributes:
+        tie: between the two tokens where they part.
+        mean: of the log-probabilities on average, if that is more than `NOISE_FACTOR` times noise.
+    """
+
+    tie: float
+    mean: float
+
+
+EQUAL = Tolerance(tie=TIE, mean=0.01)
+SELECTED = Tolerance(tie=4 * TIE, mean=0.05)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens, the log-probability of each, and those of the most likely tokens there."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    top: list[dict[int, float]]
+
+
+@dataclass
+class Outcome:
+    """What was compared, and what was wrong."""
+
+    checked: int = 0
+    failures: list[str] = field(default_factory=list)
+    ties: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, holds: bool, what: str) -> None:
+        """Count one check, and keep what failed."""
+        self.checked += 1
+        if not holds:
+            self.failures.append(what)
+
+
+def answers(
+    url: str, prompts: list[list[int]], budget: float | None = None, tokens: int = TOKENS
+) -> list[Answer]:
+    """Greedy answers to token prompts, sent as one batch."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    if budget is not None:
+        sampling["custom_params"] = {"sparse": {"budget": budget}}
+    body = {"input_ids": prompts, "sampling_params": sampling}
+    body |= {"return_logprob": True, "top_logprobs_num": TOP}
+    found = []
+    for reply in call(url, "/generate", body, timeout=600):
+        meta = reply["meta_info"]
+        chosen = meta["output_token_logprobs"]
+        top = [{token: p for p, token, _ in row} for row in meta["output_top_logprobs"]]
+        found.append(Answer([t for _, t, _ in chosen], [p for p, _, _ in chosen], top))
+    return found
+
+
+def flush(url: str) -> None:
+    """Empty the prefix cache; SGLang refuses until the last request is put away."""
+    for _ in range(40):
+        try:
+            call(url, "/flush_cache", {})
+            return
+        except RuntimeError:
+            time.sleep(0.5)
+    call(url, "/flush_cache", {})
+
+
+def alone(url: str, prompts: list[list[int]], budget: float | None = None) -> list[Answer]:
+    """Answers to prompts, each asked by itself, on a cache that was empty at first."""
+    flush(url)
+    return [answers(url, [prompt], budget)[0] for prompt in prompts]
+
+
+def arriving(url: str, prompts: list[list[int]], budget: float | None = None) -> list[Answer]:
+    """Answers to prompts that arrive one after the other, while earlier ones are decoded."""
+    flush(url)
+
+    def ask(number: int) -> Answer:
+        time.sleep(0.02 * number)
+        return answers(url, [prompts[number]], budget, TOKENS)[0]
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(ask, range(len(prompts))))
+
+
+def parting(want: Answer, got: Answer) -> tuple[int, float]:
+    """Where two answers part, and by how much `want` prefers its own token there.
+
+    Returns:
+        The number of tokens that are the same from the first on, and the difference of the two
+        log-probabilities: 0 where the answers are the same, infinite if the other token is not
+        among the most likely ones.
+    """
+    for at, (one, other) in enumerate(zip(want.tokens, got.tokens, strict=True)):
+        if one != other:
+            return at, want.logprobs[at] - want.top[at].get(other, -math.inf)
+    return len(want.tokens), 0.0
+
+
+def changes(want: Answer, got: Answer) -> list[float]:
+    """Differences of the log-probabilities, up to where the answers part."""
+    same, _ = parting(want, got)
+    pairs = zip(want.logprobs[:same], got.logprobs[:same], strict=True)
+    return [abs(one - other) for one, other in pairs]
+
+
+def compare(
+    outcome: Outcome,
+    what: str,
+    want: Sequence[Answer],
+    got: Sequence[Answer],
+    noise: float,
+    tolerance: Tolerance = EQUAL,
+) -> None:
+    """Check that answers are the same up to ties, and their log-probabilities up to noise.
+
+    Args:
+        outcome: is added to.
+        what: for the failures.
+        want: answers to compare with.
+        got: as many.
+        noise: mean difference of dense's log-probabilities, alone and in a batch.
+        tolerance: see the module.
+    """
+    differences = []
+    for number, (one, other) in enumerate(zip(want, got, strict=True)):
+        same, gap = parting(one, other)
+        outcome.ties += same < len(one.tokens) and gap <= tolerance.tie
+        outcome.check(
+            gap <= tolerance.tie,
+            f"{what}: prompt {number} parts at token {same}, which is {gap:.3f} less likely",
+        )
+        differences += changes(one, other)
+    mean = statistics.fmean(differences) if differences else math.inf
+    most = max(NOISE_FACTOR * noise, tolerance.mean)
+    outcome.check(
+        mean <= most, f"{what}: log-probabilities differ by {mean:.4f} on average, over {most:.4f}"
+    )
+    outcome.facts[what] = {"tokens": len(differences), "mean_difference": mean}
+
+
+def sparse_state(url: str) -> dict[str, Any]:
+    """The `sparse` block of `/server_info`."""
+    state: dict[str, Any] = call(url, "/server_info")["internal_states"][0]["sparse"]
+    return state
+
+
+def check_dense(outcome: Outcome, url: str, prompts: list[list[int]]) -> tuple[list[Answer], float]:
+    """Dense's answers, each alone, and how much they change in a batch."""
+    want, together = alone(url, prompts), arriving(url, prompts)
+    found = [change for one, other in zip(want, together, strict=True)
+             for change in changes(one, other)]  # fmt: skip
+    noise = statistics.fmean(found) if found else 0.0
+    outcome.facts["dense in a batch"] = {"tokens": len(found), "mean_difference": noise}
+    return want, noise
+
+
+def check_method(
+    outcome: Outcome,
+    name: str,
+    url: str,
+    prompts: list[list[int]],
+    dense: tuple[list[Answer], float],
+    graphs: bool,
+) -> None:
+    """A full budget against dense, and batches against their rows alone, on one server.
+
+    Args:
+        outcome: is added to.
+        name: of `configurations`.
+        url: of its server.
+        prompts: token ids.
+        dense: from :func:`check_dense`.
+        graphs: whether decode graphs and the overlap scheduler must be on.
+    """
+    want, noise = dense
+    budget = WHOLE[name.split()[0]][1]
+    before = sparse_state(url)["decode_steps"]["sparse"]
+    compare(outcome, f"{name}, full budget", want, alone(url, prompts, budget), noise)
+    # The equality means nothing unless these steps went through selection.
+    state = sparse_state(url)
+    steps, least = state["decode_steps"]["sparse"] - before, len(prompts) * (TOKENS - 1)
+    outcome.check(steps >= least, f"{name}: {steps} sparse decode steps, expected {least}")
+    compare(outcome, f"{name}, full budget in batches", want, arriving(url, prompts, budget), noise)
+    # Every third prompt, and one that is short enough to run dense in the same batch.
+    some = [*prompts[::3], prompts[0][:SHORT]]
+    singly = alone(url, some)
+    flush(url)
+    together = {"one batch": answers(url, some), "arriving": arriving(url, some)}
+    for how, got in together.items():
+        compare(outcome, f"{name}, {how} against alone", singly, got, noise, SELECTED)
+    info = call(url, "/server_info")
+    captured, overlap = state["graphs"]["decode"], not info.get("disable_overlap_schedule")
+    outcome.facts[name] = {"decode_graphs": captured, "overlap": overlap}
+    if graphs:
+        outcome.check(captured == "captured", f"{name}: decode graphs are {captured}")
+        outcome.check(overlap, f"{name}: the overlap scheduler is off")
