@@ -27,8 +27,10 @@ Schema = dict[str, Any]
 TITLES = {
     "rules": "Server flags and environment variables that are not supported",
     "checks": "Server flags and models",
+    "backend": "Server flags and models",
     "flags": "Flags of this plugin",
     "load": "Methods, presets and config files",
+    "reach": "Methods, presets and config files",
     "model": "Rules between the keys of a config",
     "axes": "Rules between the keys of a config",
     "request_options": "Requests (HTTP status 400)",
@@ -155,6 +157,14 @@ def _title(refusal: Refusal) -> str:
     return TITLES.get(refusal.module) or TITLES.get(refusal.room) or TITLES[""]
 
 
+def _alternatives(site: list[Refusal]) -> Iterable[str]:
+    """The four cells of what one place in the code refuses; several texts stand side by side."""
+    flags = dict.fromkeys("the flag" if one.flag == BLANK else f"`{one.flag}`" for one in site)
+    yield ", ".join(flags)
+    for key in ("problem", "allowed", "remedy"):
+        yield " / ".join(dict.fromkeys(getattr(one, key) for one in site))
+
+
 def refusals() -> str:
     """Every refusal, under the title of where it is raised."""
     found = all_refusals()
@@ -175,16 +185,15 @@ def refusals() -> str:
                 ),
             ]
             continue
-        rows: dict[tuple[str, str, str], list[str]] = {}
+        sites: dict[tuple[str, str, int], list[Refusal]] = {}
         for one in group:
-            rows.setdefault((one.problem, one.allowed, one.remedy), []).append(one.flag)
-        lines += table(
-            ("on", "the line says", "allowed", "what to do"),
-            (
-                (", ".join(f"`{f}`" for f in flags if f != BLANK) or "the flag", *texts)
-                for texts, flags in rows.items()
-            ),
+            sites.setdefault((one.room, one.module, one.line), []).append(one)
+        rows = dict.fromkeys(
+            tuple(_alternatives(site))
+            for site in sites.values()
+            if any({one.flag, one.problem} != {BLANK} for one in site)
         )
+        lines += table(("on", "the line says", "allowed", "what to do"), rows)
     return "\n".join(lines).rstrip()
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("sglang_sparse", "radix_ext/sglang_sparse_radix")
@@ -33,6 +34,7 @@ class Refusal:
     Attributes:
         room: the folder of the file that raises it, such as `config`.
         module: that file, such as `checks`.
+        line: its line there; 0 for a rule.
         flag: the flag, key or file that carried the setting.
         problem: what is wrong.
         allowed: what would have been right.
@@ -41,6 +43,7 @@ class Refusal:
 
     room: str
     module: str
+    line: int
     flag: str
     problem: str
     allowed: str
@@ -76,6 +79,9 @@ class _Source:
     def __init__(self) -> None:
         files = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
         self.modules = [_read(file) for file in files]
+        self.functions = {
+            f.name: f for module in self.modules for f in module.tree.body if _returns_text(f)
+        }
         self.constants: dict[str, str] = {}
         for node in (node for module in self.modules for node in module.tree.body):
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -94,7 +100,7 @@ class _Source:
                 for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
                     for found in self._expand(module, call, names):
                         if {found["problem"], found["allowed"]} != {BLANK}:
-                            yield Refusal(module.room, module.name, **found)
+                            yield Refusal(module.room, module.name, call.lineno, **found)
 
     def texts(self, node: ast.expr | None, names: Names) -> list[str]:
         """What an expression can be as text: one or several, with `BLANK` for the unknown."""
@@ -109,7 +115,18 @@ class _Source:
                 return [*self.texts(body, names), *self.texts(orelse, names)]
             case ast.Name(id=name):
                 return names.get(name) or [self.constants.get(name, BLANK)]
+            case ast.Call(func=ast.Name(id=name)) if name in self.functions:
+                return self._returned(self.functions[name], node, names)
         return [BLANK]
+
+    def _returned(self, function: ast.FunctionDef, call: ast.Call, names: Names) -> list[str]:
+        """What a call of a function that returns a text can return."""
+        order = [argument.arg for argument in function.args.args]
+        given = {key.arg: self.texts(key.value, names) for key in call.keywords if key.arg}
+        given |= {key: self.texts(a, names) for key, a in zip(order, call.args, strict=False)}
+        inner = self._assigned(function, given)
+        returns = (node.value for node in ast.walk(function) if isinstance(node, ast.Return))
+        return [text for value in returns for text in self.texts(value, inner)]
 
     def _assigned(self, function: ast.FunctionDef, given: Names) -> Names:
         """Texts of a function's arguments (`given`, else their defaults) and local names."""
@@ -157,6 +174,11 @@ def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
 
 
+def _returns_text(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    """Tell whether a function says that it returns a `str`."""
+    return isinstance(node, ast.FunctionDef) and getattr(node.returns, "id", None) == "str"
+
+
 def _called(call: ast.Call) -> str:
     """The name of what is called, `f` of both `f(...)` and `self.f(...)`."""
     return str(getattr(call.func, "id", None) or getattr(call.func, "attr", ""))
@@ -188,9 +210,11 @@ def _rules() -> Iterator[Refusal]:
         for rules in vars(module).values():
             for rule in rules if isinstance(rules, tuple) else ():
                 if isinstance(rule, refusals.Rule):
-                    yield Refusal("", "rules", rule.flag, rule.why, rule.allowed_text, rule.remedy)
+                    yield Refusal(
+                        "", "rules", 0, rule.flag, rule.why, rule.allowed_text, rule.remedy
+                    )
     for switch, why in refusals._SWITCHES.items():
-        yield Refusal("", "rules", switch, why, "unset", f"unset {switch}")
+        yield Refusal("", "rules", 0, switch, why, "unset", f"unset {switch}")
 
 
 @cache

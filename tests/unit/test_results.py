@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results.md"
 LOADTEST = ROOT / "loadtest"
-CAPACITY = LOADTEST / "results" / "capacity-h200"
 
 
 def rendered(tmp_path: Path, script: Path, source: Path, *arguments: str) -> str:
@@ -37,14 +36,20 @@ def test_the_decode_tables_are_rendered_from_the_committed_results(
     assert text == PAGE.read_text()
 
 
-def test_the_capacity_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
-    if not CAPACITY.is_dir():
-        between = PAGE.read_text().split("<!-- capacity:begin -->")[1].split("<!-- capacity:end")[0]
-        assert between.strip() == "Not measured yet."
-        return
-    reports = tmp_path / "reports"
-    shutil.copytree(CAPACITY, reports)
-    assert rendered(tmp_path, LOADTEST / "report.py", reports) == PAGE.read_text()
+def test_capacity_tables_are_rendered_from_the_committed_results(tmp_path: Path) -> None:
+    """Every page with the markers holds that table, and none where nothing was measured."""
+    committed, results = ROOT / "loadtest" / "results" / "capacity-h200", tmp_path / "results"
+    begin, end = "<!-- capacity:begin -->", "<!-- capacity:end -->"
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    tables = [p.read_text().split(begin)[1].split(end)[0] for p in pages if begin in p.read_text()]
+    expected = ""
+    if committed.exists():
+        shutil.copytree(committed, results)
+        subprocess.run([sys.executable, ROOT / "loadtest" / "report.py", results], check=True)
+        expected = (results / "capacity.md").read_text()
+        assert expected == (committed / "capacity.md").read_text()
+        assert tables, "no page shows the committed capacity"
+    assert {table.strip() for table in tables} <= {expected.strip()}
 
 
 def test_the_kernel_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
