@@ -30,7 +30,7 @@ TITLES = {
     "flags": "Flags of this plugin",
     "load": "Methods, presets and config files",
     "model": "Rules between the keys of a config",
-    "axes": "Rules between the keys of a config",
+    "choices": "Rules between the keys of a config",
     "request_options": "Requests (HTTP status 400)",
     "calibrate": "sglang-sparse calibrate",
     "evaluate": "sglang-sparse eval",
