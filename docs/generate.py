@@ -32,7 +32,7 @@ TITLES = {
     "load": "Methods, presets and config files",
     "reach": "Methods, presets and config files",
     "model": "Rules between the keys of a config",
-    "axes": "Rules between the keys of a config",
+    "choices": "Rules between the keys of a config",
     "request_options": "Requests (HTTP status 400)",
     "calibrate": "sglang-sparse calibrate",
     "evaluate": "sglang-sparse eval",

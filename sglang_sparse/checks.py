@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 BACKEND = "sparse"
-MOST_TILED_TOKENS = 16384  # tokens of a prefill batch whose tiles may select
 MAX_GROUP = 16  # query heads a KV head that the kernels take
 
 _OFF = (None, False)
@@ -157,11 +156,12 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
                 f"set it to {fine[1]}: plans and plane updates need it",
             )
     chunk = server_args.chunked_prefill_size
-    if config.prefill.kind == "tile_topk" and not 0 < (chunk or 0) <= MOST_TILED_TOKENS:
+    most = config.prefill.most_chunk
+    if most is not None and not 0 < (chunk or 0) <= most:
         raise refuse(
             "--chunked-prefill-size",
             chunk,
-            f"1 to {MOST_TILED_TOKENS} with prefill.kind=tile_topk",
+            f"1 to {most} with prefill.kind={config.prefill.kind}",
             "set it, or prefill.kind to dense: a chunk's selections are kept to its last layer",
         )
     _check_device(server_args.device)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_sparse.graph_variants import Variant
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -48,7 +50,7 @@ class Facts:
     plane_bytes: dict[str, int]
     kv_bytes: int
     state_bytes: int
-    decode_steps: dict[str, int]
-    prefill_batches: dict[str, int]
+    decode_steps: dict[Variant, int]
+    prefill_batches: dict[Variant, int]
     sglang: str
     sglang_tested: str

@@ -158,9 +158,9 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
     scheduler = reporter.scheduler
     backend = scheduler.tp_worker.model_runner.attn_backend
     sums = backend.counters.poll()
-    mass = None if backend.progressive is None else backend.progressive.counters.poll()
-    if sums is not None and (mass is not None or backend.progressive is None):
-        _exporter(reporter).publish(backend.steps, sums, mass, scheduler.tree_cache)
+    mass = None if backend.progress is None else backend.progress.poll()
+    if sums is not None and (mass is not None or backend.progress is None):
+        _exporter(reporter).publish(backend.decode.planned, sums, mass, scheduler.tree_cache)
 
 
 def when_idle(result: None, reporter: Any) -> None:
@@ -174,7 +174,7 @@ def publish_now(scheduler: Any) -> None:
     reporter = scheduler.metrics_reporter
     backend = scheduler.tp_worker.model_runner.attn_backend
     if _enabled(reporter) and backend.counters.changed:
-        mass = None if backend.progressive is None else backend.progressive.counters.read()
+        mass = None if backend.progress is None else backend.progress.read()
         _exporter(reporter).publish(
-            backend.steps, backend.counters.read(), mass, scheduler.tree_cache
+            backend.decode.planned, backend.counters.read(), mass, scheduler.tree_cache
         )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
@@ -22,16 +21,9 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
     """The planes that this configuration reads, of the layers that read them, and no other."""
     from sglang_sparse_radix.planes_spec import PlaneSpec
 
-    score, budget = launch.config.score, launch.config.budget
-    kept = partial(PlaneSpec, read_by=lambda layer: launch.config.layers.role(layer).selects)
-    if score.kind == "page_minmax":
-        return kept(page_minmax=True, logical_page=score.logical_page)
-    if score.kind == "page_mean":
-        bounds = budget.kind == "mass" and budget.estimator == "upper_bound"
-        return kept(page_mean=True, page_minmax=bounds, logical_page=score.logical_page)
-    if score.kind == "key_sketch":
-        return kept(key_sketch=score.storage)
-    return kept()
+    config = launch.config
+    planes = (*config.score.planes(), *config.budget.planes(config.score))
+    return PlaneSpec(planes, read_by=lambda layer: config.layers.role(layer).selects)
 
 
 def implementation(device: str) -> Impl:

@@ -23,8 +23,8 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
         return
     if launch_of(reporter.scheduler.server_args) is None:
         return
-    progressive = reporter.scheduler.tp_worker.model_runner.attn_backend.progressive
-    sums = None if progressive is None else progressive.counters.poll()
+    progress = reporter.scheduler.tp_worker.model_runner.attn_backend.progress
+    sums = None if progress is None else progress.poll()
     if sums is None:
         return
     before: Sums = getattr(reporter, "_sparse_progress", {})  # the same if none came since

@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sglang_sparse.config import ConfigError, FractionBudget, MassBudget, SparseConfig, TokenBudget
-from sglang_sparse.config.axes import Choice
+from sglang_sparse.choices.choice import Choice
+from sglang_sparse.choices.interfaces import BudgetChoice
+from sglang_sparse.config import ConfigError, SparseConfig
 from sglang_sparse.config.errors import shorten
 from sglang_sparse.launch import launch_of
 
@@ -39,7 +40,7 @@ class RequestOptions:
     """
 
     dense: bool = False
-    budget: TokenBudget | FractionBudget | MassBudget | None = None
+    budget: BudgetChoice | None = None
 
 
 DEFAULT = RequestOptions()

@@ -101,14 +101,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             head_dim=self.head_dim,
             kv_dtype=self.store_dtype,
         )
-        return PlaneBuffers.allocate(
-            shape,
-            page_minmax=self.plane_spec.page_minmax,
-            page_mean=self.plane_spec.page_mean,
-            key_sketch=self.plane_spec.key_sketch,
-            logical_page=self.plane_spec.logical_page,
-            device=self.device,
-        )
+        return self.plane_spec.allocate(shape, self.device)
 
     def _clear_buffers(self) -> None:
         del self.planes, self._plane_keys
@@ -197,11 +190,11 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         """
         found = compare_planes(
             self._plane_keys,
+            self.plane_spec.planes,
             self.planes.tensors(),
             pages,
             valid_tokens,
             page_size=self.page_size,
-            logical_page=self.plane_spec.logical_page,
         )
         return [replace(wrong, layer=self.plane_layers[wrong.layer]) for wrong in found]
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from sglang_sparse.backend.telemetry import LayerCounters
+from sglang_sparse.choices.build import Build
+from sglang_sparse.choices.telemetry import LayerCounters
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.count import COUNTS, count_decode
 from sglang_sparse_kernels.plan import DecodePlan
@@ -27,6 +28,12 @@ class DecodeCounters:
         self._copied = torch.cuda.Event() if on_gpu else None
         self._asked = self._pending = False
         self.changed = False
+
+    @classmethod
+    def of(cls, build: Build) -> DecodeCounters:
+        """Counters of one server."""
+        capacity = build.limits.capacity_units
+        return cls(unit=build.unit, capacity_units=capacity, impl=build.impl, device=build.device)
 
     def count(self, plan: DecodePlan, budgets: torch.Tensor) -> None:
         """Add one decode step; runs where the plan was made, on the forward stream."""

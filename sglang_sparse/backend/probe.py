@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from sglang_sparse.config import ConfigError
 from sglang_sparse_kernels.attend import gathered_decode_attention
-from sglang_sparse_kernels.plan import DecodePlan
-from sglang_sparse_kernels.records import KVView, Lists, Softmax
+from sglang_sparse_kernels.step import StepContext
 
 SWITCH = "SGLANG_SPARSE_PROBE"
 
@@ -61,52 +61,49 @@ class FidelityProbe:
             )
         return cls()
 
-    def observe(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        kv: KVView,
-        plan: DecodePlan,
-        lists: Lists,
-        out: torch.Tensor,
-        *,
-        softmax: Softmax,
-    ) -> None:
-        """Compare one step of one layer with dense attention. Shapes as in ``SelectAndAttend``."""
+    def observe(self, layer: int, step: StepContext) -> None:
+        """Compare one step of one layer, whose stages have run, with dense attention."""
+        plan, kv, lists = step.plan, step.kv, step.lists
         rows = (plan.k_units > 0).nonzero().flatten().tolist()
         if not rows:
             return
+        if lists.head_map is not None:
+            heads = lists.head_map.long()
+            indices, counts = lists.indices[:, heads], lists.counts[:, heads]
+            lists = replace(lists, indices=indices, counts=counts, head_map=None)
         sums = self._layers.setdefault(layer, _Sums())
+        q, out = step.q.float(), step.out
+        kv = replace(kv, k=kv.k.float(), v=kv.v.float())
         exact, listed = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab")
-        q32, kv32 = q.float(), replace(kv, k=kv.k.float(), v=kv.v.float())
+        attend = partial(
+            gathered_decode_attention, q, kv, lists=lists, softmax=step.softmax, impl="torch"
+        )
         nothing = torch.zeros_like(plan.k_units)
-        dense = replace(plan, k_units=nothing, tail_start=nothing)
-        for into, of in ((exact, dense), (listed, plan)):
-            gathered_decode_attention(q32, kv32, of, lists, softmax=softmax, out=into, impl="torch")
-        heads, unit = kv.num_heads, lists.unit
-        mapped = range(heads) if lists.head_map is None else lists.head_map.tolist()
+        attend(plan=replace(plan, k_units=nothing, tail_start=nothing), out=exact)
+        attend(plan=plan, out=listed)
         for row in rows:
             length, tail = int(plan.seq_lens[row]), int(plan.tail_start[row])
-            keys = kv32.k[kv.slots(row, torch.arange(length, device=q.device))]
-            query = q32[row].unflatten(0, (heads, -1))
-            logits = softmax.logits(torch.einsum("hgd,nhd->hgn", query, keys))
-            pooled = logits.softmax(-1).mean(1)  # [heads, length]
+            keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))]
+            products = torch.einsum("hgd,nhd->hgn", q[row].unflatten(0, (kv.num_heads, -1)), keys)
+            pooled = step.softmax.logits(products).softmax(-1).mean(1)  # [heads, length]
             list_row = int(lists.rows[row])
-            for head in range(heads):
-                at = (list_row, mapped[head])
-                units = lists.indices[at][: int(lists.counts[at])].long()
-                tokens = (units[:, None] * unit + torch.arange(unit, device=q.device)).flatten()
+            for head in range(kv.num_heads):
+                units = lists.indices[list_row, head, : int(lists.counts[list_row, head])].long()
+                within = torch.arange(lists.unit, device=q.device)
+                tokens = (units[:, None] * lists.unit + within).flatten()
                 tokens = tokens[tokens < tail]
                 after = pooled[head, tail:].sum()
                 best = pooled[head, :tail].topk(min(len(tokens), tail)).values.sum()
                 sums.mass += float(pooled[head, tokens].sum() + after)
                 sums.oracle_mass += float(best + after)
-                group = slice(head * q.shape[1] // heads, (head + 1) * q.shape[1] // heads)
+                group = slice(
+                    head * q.shape[1] // kv.num_heads, (head + 1) * q.shape[1] // kv.num_heads
+                )
                 scale = exact[row, group].norm()
                 sums.output_error += float((out[row, group] - exact[row, group]).norm() / scale)
                 error = (out[row, group] - listed[row, group]).norm() / scale
                 sums.kernel_error = max(sums.kernel_error, float(error))
-            sums.pairs += heads
+            sums.pairs += kv.num_heads
 
     def report(self) -> dict[str, dict[str, float]]:
         """Per layer: means over rows and KV heads; ``kernel_error`` is the largest one seen."""
@@ -120,3 +117,15 @@ class FidelityProbe:
             }
             for layer, sums in sorted(self._layers.items())
         }
+
+
+@dataclass(frozen=True)
+class Observe:
+    """A stage that shows the probe what the stages before it did."""
+
+    probe: FidelityProbe
+    layer: int
+
+    def run(self, step: StepContext) -> None:
+        """Compare with dense attention."""
+        self.probe.observe(self.layer, step)

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.config import FractionBudget, MassBudget, SparseConfig, TokenBudget
+from sglang_sparse.choices.build import Columns
+from sglang_sparse.config import SparseConfig
 from sglang_sparse.launch import launch_of
 from sglang_sparse.request_options import parse
 from sglang_sparse_kernels.plan import DENSE_REQUEST, budget_row
@@ -24,33 +25,26 @@ class RequestTable:
     Attributes:
         decode_start: int32 [request slots], tokens a request had when its last prefill ended,
             where its decode clock starts; ``DENSE_REQUEST`` for one that asked to be dense.
-        budgets: int32 [request slots, 2], floor in tokens and fraction in millionths.
-        epsilons: float32 [request slots], the share of the mass to reach; 0 under another budget.
+        budgets: int32 [request slots, 2], what its lists hold: tokens, and a share of the domain
+            in millionths.
         prefill_dense: on the host, whether each row of the last admitted batch asked to be dense.
     """
 
-    def __init__(self, config: SparseConfig, request_slots: int, device: torch.device) -> None:
+    def __init__(self, config: SparseConfig, columns: Columns) -> None:
+        """Add the columns that the plan and the budget read, filled for the server's own budget."""
         self._config = config
-        self._default = self._row(config.budget)
-        self.decode_start = torch.zeros(request_slots, dtype=torch.int32, device=device)
-        self.budgets = torch.tensor([self._default], dtype=torch.int32, device=device).repeat(
-            request_slots, 1
-        )
-        share = self._share(config.budget)
-        self.epsilons = torch.full((request_slots,), share, device=device)
-        self._dense = torch.zeros(request_slots, dtype=torch.bool, device=device)
+        self.decode_start = columns.add("decode_start", (), torch.int32)
+        self.budgets = columns.add("budget", (2,), torch.int32)
+        self.budgets.copy_(torch.tensor(budget_row(*config.budget.list_size), dtype=torch.int32))
+        self._asked = {
+            name: columns.add(name, (), torch.float32, value)
+            for name, value in config.budget.request_values.items()
+        }
+        self._dense = columns.add("dense", (), torch.bool)
         # The same on the host, where the graph is chosen.
         self._dense_slots: set[int] = set()
         self._dense_rows: list[bool] | None = None
         self.prefill_dense: list[bool] = []
-
-    @staticmethod
-    def _row(budget: TokenBudget | FractionBudget | MassBudget) -> tuple[int, int]:
-        return budget_row(budget.floor, budget.fraction)
-
-    @staticmethod
-    def _share(budget: TokenBudget | FractionBudget | MassBudget) -> float:
-        return budget.epsilon if isinstance(budget, MassBudget) else 0.0
 
     def admit(self, reqs: Sequence[Any], slots: torch.Tensor) -> None:
         """Store the options of a prefill batch.
@@ -59,12 +53,13 @@ class RequestTable:
             reqs: SGLang's ``Req`` of each row.
             slots: int64 [rows], their request slots on the device.
         """
-        rows, shares = [], []
+        rows: list[tuple[int, int, int]] = []
+        asked: list[list[float]] = []
         for req in reqs:
             options = parse(req.sampling_params.custom_params, self._config)
-            budget = self._default if options.budget is None else self._row(options.budget)
-            rows.append((*budget, int(options.dense)))
-            shares.append(self._share(options.budget or self._config.budget))
+            budget = options.budget or self._config.budget
+            rows.append((*budget_row(*budget.list_size), int(options.dense)))
+            asked.append(list(budget.request_values.values()))
             if options.dense:
                 self._dense_slots.add(req.req_pool_idx)
             else:
@@ -73,7 +68,8 @@ class RequestTable:
         written = self._sent(torch.tensor(rows, dtype=torch.int32), slots)
         self.budgets[slots] = written[:, :2]
         self._dense[slots] = written[:, 2].bool()
-        self.epsilons[slots] = self._sent(torch.tensor(shares, dtype=torch.float32), slots)
+        for column, values in zip(self._asked.values(), zip(*asked, strict=True), strict=True):
+            column[slots] = self._sent(torch.tensor(values, dtype=torch.float32), slots)
 
     @staticmethod
     def _sent(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -102,11 +98,6 @@ class RequestTable:
             lengths = lengths.clone()
             lengths[:rows].masked_fill_(torch.tensor(dense_rows[:rows]), 0)
         return int(lengths.max()) if lengths.numel() else 0
-
-    def nbytes(self) -> int:
-        """Device bytes of the table."""
-        kept = (self.decode_start, self.budgets, self.epsilons, self._dense)
-        return sum(tensor.nbytes for tensor in kept)
 
 
 def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import compat
+from sglang_sparse.backend.allocate import Heads
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, launch_of
@@ -16,11 +17,6 @@ from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-def query_heads_of(runner: ModelRunner) -> int:
-    """Query heads of this rank."""
-    return int(runner.model_config.num_attention_heads // get_parallel().attn_tp_size)
 
 
 def launch_of_runner(runner: ModelRunner) -> SparseLaunch:
@@ -37,11 +33,16 @@ def launch_of_runner(runner: ModelRunner) -> SparseLaunch:
     return launch
 
 
-def first_kv_head_of(runner: ModelRunner) -> int:
-    """Global id of the first KV head of this rank."""
+def heads_of(runner: ModelRunner) -> Heads:
+    """Attention heads of this rank."""
     parallel, heads = get_parallel(), runner.model_config.get_total_num_kv_heads()
-    # With more ranks than KV heads, neighbours hold a copy of the same one.
-    return int(parallel.attn_tp_rank * heads // parallel.attn_tp_size)
+    return Heads(
+        query=int(runner.model_config.num_attention_heads // parallel.attn_tp_size),
+        kv=runner.token_to_kv_pool.head_num,
+        dim=runner.token_to_kv_pool.head_dim,
+        # With more ranks than KV heads, neighbours hold a copy of the same one.
+        first_kv=int(parallel.attn_tp_rank * heads // parallel.attn_tp_size),
+    )
 
 
 def check_runner(runner: ModelRunner) -> None:

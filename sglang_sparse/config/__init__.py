@@ -4,26 +4,24 @@
 Imports pydantic alone, never sglang or torch.
 """
 
-from sglang_sparse.config.axes import (
+from sglang_sparse.choices.budget.fraction import FractionBudget
+from sglang_sparse.choices.budget.mass import MassBudget
+from sglang_sparse.choices.budget.tokens import TokenBudget
+from sglang_sparse.choices.cadence import StepCadence
+from sglang_sparse.choices.layers.anchors import (
     Anchors,
     Calibration,
-    DensePrefill,
-    EveryLayer,
-    Exact,
-    FirstDense,
-    FractionBudget,
-    KeySketch,
-    MassBudget,
-    PageMean,
-    PageMinMax,
-    RetainAll,
-    RetrievalHeads,
     Reuse,
-    Role,
-    StepCadence,
-    TilePrefill,
-    TokenBudget,
+    calibration_command,
 )
+from sglang_sparse.choices.layers.every import EveryLayer
+from sglang_sparse.choices.layers.first_dense import FirstDense
+from sglang_sparse.choices.prefill.dense import DensePrefill
+from sglang_sparse.choices.prefill.tile_topk import TilePrefill
+from sglang_sparse.choices.score.exact import Exact
+from sglang_sparse.choices.score.key_sketch import KeySketch
+from sglang_sparse.choices.score.page_mean import PageMean
+from sglang_sparse.choices.score.page_minmax import PageMinMax
 from sglang_sparse.config.errors import ConfigError
 from sglang_sparse.config.load import (
     Resolved,
@@ -33,12 +31,7 @@ from sglang_sparse.config.load import (
     resolve,
     resolve_with_source,
 )
-from sglang_sparse.config.model import (
-    Geometry,
-    SparseConfig,
-    calibration_command,
-    preset_hash,
-)
+from sglang_sparse.config.model import Geometry, SparseConfig, preset_hash
 from sglang_sparse.config.presets import PATTERN_MODEL, PresetRef, configs_dir, list_presets
 from sglang_sparse.config.schema import json_schema, schema_text
 
@@ -59,10 +52,7 @@ __all__ = [
     "PageMinMax",
     "PresetRef",
     "Resolved",
-    "RetainAll",
-    "RetrievalHeads",
     "Reuse",
-    "Role",
     "SparseConfig",
     "StepCadence",
     "TilePrefill",

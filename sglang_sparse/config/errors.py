@@ -9,6 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from sglang_sparse.choices.choice import InvalidConfig as InvalidConfig
+
 _MAX_VALUE_CHARS = 120
 _UNION_MEMBER = re.compile(r"(literal|tuple)\[|[A-Z]")
 
@@ -34,16 +36,6 @@ class ConfigError(ValueError):
         self.remedy = remedy
         head = flag if value is None else f"{flag} {shorten(value)}"
         super().__init__(_one_line(f"{head}: {problem}; allowed: {allowed}; {remedy}"))
-
-
-class InvalidConfig(ValueError):
-    """A broken rule between keys; becomes a `ConfigError` where the flag is known."""
-
-    def __init__(self, problem: str, *, allowed: str, remedy: str):
-        self.problem = problem
-        self.allowed = allowed
-        self.remedy = remedy
-        super().__init__(f"{problem}; allowed: {allowed}; {remedy}")
 
 
 def from_validation_error(

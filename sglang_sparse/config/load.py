@@ -25,13 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sglang_sparse.config.errors import ConfigError, InvalidConfig, from_validation_error
-from sglang_sparse.config.model import (
-    Geometry,
-    SparseConfig,
-    calibration_command,
-    check_fits,
-    preset_hash,
-)
+from sglang_sparse.config.model import Geometry, SparseConfig, check_fits, preset_hash
 from sglang_sparse.config.presets import (
     GENERIC_MODEL,
     PATTERN_MODEL,
@@ -259,9 +253,10 @@ def _no_preset(method: str, geometry: Geometry | None, flag: str) -> ConfigError
         problem = "each of its presets is made for one model, and no model is given"
     else:
         problem = f"it has no preset for {geometry.describe()}"
-    kinds = {_validate(_preset_draft(ref, method, flag, method)).layers.kind for ref in refs}
-    if kinds == {"anchors"}:
-        command = calibration_command("PATH" if geometry is None else geometry.name, method)
+    model = "PATH" if geometry is None else geometry.name
+    layers = [_validate(_preset_draft(ref, method, flag, method)).layers for ref in refs]
+    (command, *others) = {choice.calibration_command(model, method) for choice in layers}
+    if command is not None and not others:
         remedy = f"run `{command}`, then use {CONFIG_FLAG} {method}.json"
     else:
         remedy = f"use {METHOD_FLAG} {CUSTOM} with a whole config in {CONFIG_FLAG}"

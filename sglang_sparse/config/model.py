@@ -5,37 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from sglang_sparse.config.axes import (
-    MAX_COUNT,
-    Anchors,
-    Budget,
-    Choice,
-    DensePrefill,
-    FirstDense,
-    KeySketch,
-    Layers,
-    MassBudget,
-    PageSize,
-    Prefill,
-    RetainAll,
-    RetrievalHeads,
-    Score,
-    StepCadence,
-    TilePrefill,
-    budget_tokens,
-)
-from sglang_sparse.config.errors import InvalidConfig, shorten
-
-# The key of each budget that says how much a list holds at least.
-_LEAST_KEYS = {"tokens": "tokens", "fraction": "floor", "mass": "cap"}
-# Every ranked unit is compared with every other.
-MOST_RANKED_UNITS = 4096
+from sglang_sparse.choices.cadence import StepCadence
+from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, PageSize
+from sglang_sparse.choices.prefill.dense import DensePrefill
+from sglang_sparse.config.axes import Budget, Layers, Prefill, Score, budget_tokens
+from sglang_sparse.config.errors import shorten
 
 
 class Geometry(Choice):
@@ -103,11 +82,10 @@ def _head_dim(config: Mapping[str, Any], heads: int) -> int:
 
 
 class SparseConfig(Choice):
-    """One point on the seven axes, with what all points share. Frozen, so it can key a cache.
+    """One point on the five axes, with what all points share. Frozen, so it can key a cache.
 
-    Selection semantics are those of `DESIGN.md`: a step of a request of L tokens selects
-    `max(budget.floor, ceil(budget.fraction * domain))` tokens, in units of `unit` tokens, always
-    with the sinks and the recent ones among them.
+    Selection semantics are those of `DESIGN.md`: a list holds the best units of the domain, as many
+    as `budget.list_size` says, always with the sinks and the recent tokens among them.
     """
 
     schema_version: Literal[1] = 1
@@ -119,9 +97,7 @@ class SparseConfig(Choice):
     layers: Layers
     score: Score
     budget: Budget
-    heads: RetrievalHeads = RetrievalHeads()
     cadence: StepCadence = StepCadence()
-    retention: RetainAll = RetainAll()
     prefill: Prefill = DensePrefill()
 
     sink_tokens: int = Field(
@@ -173,8 +149,8 @@ class SparseConfig(Choice):
     def _check_rules_between_keys(self) -> Self:
         self._check_page_holds_whole_units()
         self._check_budget_holds_forced_tokens()
-        if isinstance(self.budget, MassBudget):
-            self._check_mass(self.budget)
+        self.budget.check(self)
+        self.prefill.check(self)
         if self.model is not None:
             check_fits(self, self.model)
         return self
@@ -188,68 +164,16 @@ class SparseConfig(Choice):
             )
 
     def _check_budget_holds_forced_tokens(self) -> None:
-        if isinstance(self.prefill, TilePrefill):
-            least = self.sink_tokens + self.recent_tokens + 1
-            if self.prefill.floor < least:
-                raise InvalidConfig(
-                    f"prefill.floor {self.prefill.floor} cannot hold sink_tokens "
-                    f"{self.sink_tokens}, recent_tokens {self.recent_tokens} and one token more",
-                    allowed=f"prefill.floor of at least {least}",
-                    remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
-                )
-        least = self.least_tokens
-        if self.budget.floor >= least:
+        least, (tokens, _) = self.least_tokens, self.budget.list_size
+        if tokens >= least:
             return
-        key = f"budget.{_LEAST_KEYS[self.budget.kind]}"
+        key = f"budget.{self.budget.list_key}"
         raise InvalidConfig(
-            f"{key} {self.budget.floor} cannot hold sink_tokens {self.sink_tokens} and "
+            f"{key} {tokens} cannot hold sink_tokens {self.sink_tokens} and "
             f"recent_tokens {self.recent_tokens} in units of {self.unit}, and one unit more",
             allowed=f"{key} of at least {least}",
             remedy=f"raise {key}, or lower sink_tokens or recent_tokens",
         )
-
-    def _check_mass(self, budget: MassBudget) -> None:
-        if budget.microbatch % self.unit:
-            raise InvalidConfig(
-                f"budget.microbatch {budget.microbatch} is no whole number of units of {self.unit}",
-                allowed=f"budget.microbatch a multiple of {self.unit}, at most 128",
-                remedy="raise budget.microbatch, or lower score.logical_page",
-            )
-        if budget.cap > MOST_RANKED_UNITS * self.unit:
-            raise InvalidConfig(
-                f"budget.cap {budget.cap} ranks more than {MOST_RANKED_UNITS} units of {self.unit}",
-                allowed=f"budget.cap of at most {MOST_RANKED_UNITS * self.unit}",
-                remedy="lower budget.cap, or score pages of more tokens",
-            )
-        if self.score.kind == "exact" and self.score.pool == "heads":
-            raise InvalidConfig(
-                "score.pool heads makes one list a layer, and budget mass stops each KV head's own",
-                allowed="score.pool group with budget mass",
-                remedy="set score.pool to group, or choose another budget",
-            )
-        if budget.margin and budget.estimator != "scored":
-            raise InvalidConfig(
-                f"budget.margin {budget.margin} lowers scores, budget.estimator is "
-                f"{budget.estimator}",
-                allowed="budget.margin 0 unless budget.estimator is scored",
-                remedy="set budget.estimator to scored, or leave out budget.margin",
-            )
-        if budget.estimator == "observed_min":
-            return
-        if self.score.kind not in ("page_minmax", "page_mean"):
-            raise InvalidConfig(
-                f"budget.estimator {budget.estimator} needs bounds of pages, score is "
-                f"{self.score.kind}",
-                allowed=f"budget.estimator {budget.estimator} with score page_minmax or page_mean",
-                remedy="set budget.estimator to observed_min",
-            )
-        if self.cadence.every > 1:
-            raise InvalidConfig(
-                f"budget.estimator {budget.estimator} bounds scored pages, cadence.every "
-                f"{self.cadence.every} scores them at some steps alone",
-                allowed=f"cadence.every 1 with budget.estimator {budget.estimator}",
-                remedy="set cadence.every to 1, or budget.estimator to observed_min",
-            )
 
 
 def check_fits(config: SparseConfig, geometry: Geometry) -> None:
@@ -258,58 +182,8 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
     Raises:
         InvalidConfig: the config asks for more layers or channels than the model has.
     """
-    if isinstance(config.score, KeySketch) and config.score.channels > geometry.head_dim:
-        raise InvalidConfig(
-            f"score.channels {config.score.channels} exceeds the head dimension of "
-            f"{geometry.describe()}",
-            allowed=f"score.channels 1 to {geometry.head_dim}",
-            remedy="lower score.channels",
-        )
-    if isinstance(config.layers, FirstDense) and config.layers.n >= geometry.num_hidden_layers:
-        raise InvalidConfig(
-            f"layers.n {config.layers.n} leaves no sparse layer in {geometry.describe()}",
-            allowed=f"layers.n 1 to {geometry.num_hidden_layers - 1}",
-            remedy="lower layers.n, or serve with a dense attention backend",
-        )
-    if isinstance(config.layers, Anchors):
-        _check_anchors_fit(config.layers, geometry)
-
-
-def calibration_command(model: str, method: str = "kascade", *, tp: int = 1) -> str:
-    """Return the command that measures anchors and head maps for `method` on `model`, a path."""
-    ranks = f"--tp {tp} " if tp > 1 else ""
-    return (
-        f"sglang-sparse calibrate kascade --model {shlex.quote(model)} {ranks}"
-        f"--output {method}.json --report {method}-report"
-    )
-
-
-def _check_anchors_fit(layers: Anchors, geometry: Geometry) -> None:
-    recalibrate = f"run `{calibration_command(geometry.name)}`"
-    count, heads = geometry.num_hidden_layers, geometry.num_key_value_heads
-    if layers.anchors[-1] >= count:
-        raise InvalidConfig(
-            f"layers.anchors {list(layers.anchors)} are not layers of {geometry.describe()}",
-            allowed=f"layers.anchors from 0 to {count - 1}",
-            remedy=recalibrate,
-        )
-    if layers.reuse == "identity":
-        return
-    mapped = [reuse.layer for reuse in layers.reuse]
-    if mapped != [i for i in range(count) if i not in layers.anchors]:
-        raise InvalidConfig(
-            f"layers.reuse maps the layers {mapped} of {geometry.describe()}",
-            allowed="one map for each layer that is no anchor, in order",
-            remedy=recalibrate,
-        )
-    for reuse in layers.reuse:
-        if len(reuse.heads) != heads or not all(0 <= head < heads for head in reuse.heads):
-            raise InvalidConfig(
-                f"the heads {list(reuse.heads)} of layer {reuse.layer} in layers.reuse do not fit "
-                f"{geometry.describe()}",
-                allowed=f"{heads} numbers from 0 to {heads - 1}",
-                remedy=recalibrate,
-            )
+    config.score.check_model(geometry)
+    config.layers.check_model(geometry)
 
 
 def preset_hash(config: SparseConfig) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.config import load_preset
+from sglang_sparse.config import Anchors, load_preset
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import Study
@@ -38,7 +38,7 @@ DENSE_FRACTION = 1.0  # of a prefill that is not sparse
 def sharing() -> dict[str, Any]:
     """Anchors and head maps of the calibrated preset, as policies take them."""
     layers = load_preset("reference", "kascade").layers
-    assert layers.kind == "anchors"
+    assert isinstance(layers, Anchors)
     maps = tuple(layers.role(i).heads or () for i in range(LAYERS))
     return {"anchors": layers.anchors, "head_maps": maps}
 

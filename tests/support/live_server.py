@@ -27,6 +27,13 @@ from sglang_sparse.metrics import PREFIX
 MODEL = (configs_dir() / "reference" / "model").resolve()
 START_SECONDS = 240
 OWN_LABELS = ("role", "variant", "unit", "le", "plane", "layer")
+# How far the output of an attention kernel may lie from fp32 attention over the same list, as a
+# share of its norm. In bf16 the weights and the output are rounded once each, by 2^-9 relatively;
+# the sum of the weights follows them, and as much again is left for the order of the sums. In fp32
+# each of a few thousand terms of two sums may be rounded by 2^-24.
+KERNEL_ERROR = 4 * 2.0**-9 + 2.0**-9 if HAS_GPU else 2 * 4096 * 2.0**-24
+# Masses are sums of as many fp32 probabilities.
+MASS_ERROR = 4096 * 2.0**-24
 LAUNCH_SERVER = [sys.executable, "-m", "sglang.launch_server"]
 SGLANG = str(Path(sys.executable).with_name("sglang"))
 

@@ -64,16 +64,17 @@ def test_a_graph_backend_that_plans_cannot_follow_is_refused(
 
 
 def test_kept_selections_are_bounded() -> None:
-    from sglang_sparse.backend.selection import MOST_KEPT_BYTES, Limits, kept_bytes
+    from sglang_sparse.backend.allocate import MOST_KEPT_BYTES, Heads, kept_bytes, limits_of
 
     config = load_preset("llama-3.1-8b", "sparcas")
-    limits = Limits.of(config, max_context=131072, kv_heads=8, query_heads=32, max_rows=4096)
+    heads = Heads(query=32, kv=8, dim=128)
+    limits = limits_of(config, heads, max_context=131072, max_rows=4096)
     assert kept_bytes(limits, sets=30, request_slots=4097) > MOST_KEPT_BYTES
     assert kept_bytes(limits, sets=30, request_slots=257) < MOST_KEPT_BYTES
 
 
 def test_lists_that_other_layers_read_take_one_set_and_lists_of_other_steps_one_a_layer() -> None:
-    from sglang_sparse.backend.selection import kept_sets
+    from sglang_sparse.backend.allocate import kept_sets
 
     every, anchors = load_preset("generic", "sparcas"), load_preset("llama-3.1-8b", "kascade")
     slow = StepCadence(every=4)
@@ -85,25 +86,30 @@ def test_lists_that_other_layers_read_take_one_set_and_lists_of_other_steps_one_
 
 
 def test_exact_scores_count_their_logits_in_a_pass() -> None:
-    from sglang_sparse.backend.selection import Limits
+    from sglang_sparse.backend.allocate import Heads, limits_of
 
-    sizes = {"max_context": 131072, "kv_heads": 8, "query_heads": 32, "max_rows": 256}
-    assert Limits.of(load_preset("llama-3.1-8b", "kascade"), **sizes).rows_a_pass == 24
-    assert Limits.of(load_preset("llama-3.1-8b", "kascade_sketch"), **sizes).rows_a_pass == 128
+    def rows(preset: str) -> int:
+        config, heads = load_preset("llama-3.1-8b", preset), Heads(query=32, kv=8, dim=128)
+        return limits_of(config, heads, max_context=131072, max_rows=256).rows_a_pass
+
+    assert rows("kascade") == 24
+    assert rows("kascade_sketch") == 128
 
 
 def test_long_contexts_shrink_the_pass_and_not_the_batch() -> None:
     import torch
 
-    from sglang_sparse.backend.selection import Limits, passes
+    from sglang_sparse.backend.allocate import Heads, limits_of
+    from sglang_sparse.backend.decode import passes
     from sglang_sparse_kernels.plan import DecodePlan
 
     config = load_preset("llama-3.1-8b", "sparcas")
-    limits = Limits.of(config, max_context=1 << 20, kv_heads=8, query_heads=32, max_rows=64)
+    heads = Heads(query=32, kv=8, dim=128)
+    limits = limits_of(config, heads, max_context=1 << 20, max_rows=64)
     assert limits.rows_a_pass == 16
     plan = DecodePlan.allocate(40, 4)
     plan.seq_lens.copy_(torch.arange(40))
-    runs = passes(plan, limits.rows_a_pass)
+    runs = list(passes(plan, limits.rows_a_pass))
     assert [rows for rows, _ in runs] == [slice(0, 16), slice(16, 32), slice(32, 40)]
     assert torch.cat([run.seq_lens for _, run in runs]).tolist() == list(range(40))
 

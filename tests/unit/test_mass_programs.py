@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_sparse.backend.program import compile_programs, selecting_layers
-from sglang_sparse.backend.progressive import ProgressiveBuffers
-from sglang_sparse.backend.selection import Limits, SelectionBuffers, kept_sets
+from sglang_sparse.backend.allocate import Heads, allocate
+from sglang_sparse.backend.program import compile_programs
+from sglang_sparse.backend.requests import RequestTable
+from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.step import Rank, StepContext, decode_step
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
 
@@ -38,7 +41,7 @@ class Layers:
         self.config = config
         random = torch.Generator().manual_seed(7)
         pages = [-(-length // PAGE) for length in LENGTHS]
-        spec = PlaneSpec(page_mean=config.score.kind == "page_mean", logical_page=32)
+        spec = PlaneSpec((*config.score.planes(), *config.budget.planes(config.score)))
         self.pool: SparseMHATokenToKVPool = bind_pool_class(spec, "torch")(
             (sum(pages) + 1) * PAGE, page_size=PAGE, dtype=torch.float32, head_num=HEADS,
             head_dim=DIM, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
@@ -52,40 +55,45 @@ class Layers:
         plan.seq_lens.copy_(torch.tensor(LENGTHS))
         plan.tail_start.copy_(plan.seq_lens - 1)
         plan.request_slots.copy_(torch.tensor([2, 1]))
-        limits = Limits.of(
-            config, max_context=max(LENGTHS), kv_heads=HEADS, query_heads=HEADS * GROUP, max_rows=2
+        heads, columns = Heads(HEADS * GROUP, HEADS, DIM), Columns(3, torch.device("cpu"))
+        RequestTable(config, columns)
+        self.build = build = allocate(
+            config, self.pool, heads, columns, max_context=max(LENGTHS), impl="torch"
         )
-        plan.k_units.copy_(
-            torch.minimum(torch.tensor(limits.capacity_units), -(-plan.tail_start // config.unit))
-        )
+        capacity = torch.tensor(build.limits.capacity_units)
+        plan.k_units.copy_(torch.minimum(capacity, -(-plan.tail_start // config.unit)))
         plan.reselect.fill_(1)
         plan.refresh.fill_(1)
         self.pool.update_planes(
             plan.page_table, torch.zeros_like(plan.seq_lens), plan.seq_lens,
             max_new_tokens=max(LENGTHS),
         )  # fmt: skip
-        self.buffers = SelectionBuffers(
-            limits, sets=kept_sets(config, range(LAYERS)), request_slots=3, kv_heads=HEADS,
-            query_heads=HEADS * GROUP, head_dim=DIM, exact=False, device=torch.device("cpu"),
-        )  # fmt: skip
-        layers = selecting_layers(config, 0, LAYERS)
-        self.mass = ProgressiveBuffers(
-            config.budget, self.buffers, unit=config.unit, layers=layers,
-            query_heads=HEADS * GROUP, head_dim=DIM, request_slots=3,
-        )  # fmt: skip
-        self.programs = compile_programs(
-            config, self.pool, self.buffers, layers, 3, 0, "torch", None, self.mass
-        )
+        score, self.mass = config.score.build(build), config.budget.build(build, config.score)
+        self.programs = compile_programs(config, build, score, self.mass)
+        self.mass.plan(plan.request_slots.long())
         self.q = torch.randn((LAYERS, len(LENGTHS), HEADS * GROUP, DIM), generator=random)
 
     def run(self, layer: int) -> torch.Tensor:
         """Attention output of one layer, [rows, heads, dim]."""
-        return self.programs[layer].run(self.q[layer], self.plan, scaling=DIM**-0.5, logit_cap=0.0)
+        program, q = self.programs[layer], self.q[layer]
+        out = torch.full_like(q, torch.nan)
+        step = StepContext(
+            q=q, kv=program.kv(self.plan.page_table, PAGE), plan=self.plan,
+            lists=program.read(self.build.lists.rows_of(self.plan), self.config.unit),
+            softmax=Softmax(DIM**-0.5), out=out, impl="torch",
+        )  # fmt: skip
+        decode_step(program.stages, step)
+        return out
+
+    def ranked(self, layer: int) -> torch.Tensor:
+        """int32 [list rows, heads], how many units the layer's lists rank."""
+        (rank,) = [stage for stage in self.programs[layer].stages if isinstance(stage, Rank)]
+        return rank.ranked
 
     def attended(self, layer: int, row: int, head: int) -> torch.Tensor:
         """Positions of a row that ``layer``'s program holds as its list, and the tail."""
         program, unit = self.programs[layer], self.config.unit
-        at = int(self.plan.request_slots[row])
+        at = int(self.build.lists.rows_of(self.plan)[row])
         listed = program.indices[at, head, : int(program.counts[at, head])].long()
         tail = int(self.plan.tail_start[row])
         inside = (listed[:, None] * unit + torch.arange(unit)).flatten()
@@ -94,8 +102,30 @@ class Layers:
     def weights(self, layer: int, row: int, head: int) -> torch.Tensor:
         """[group, tokens] dense attention of one KV head."""
         keys, _ = self.rows(layer, row, head)
-        group = self.q[layer, row].view(HEADS, GROUP, DIM)[head]
-        return (group @ keys.T * DIM**-0.5).softmax(-1)
+        group = self.q[layer, row].view(HEADS, GROUP, DIM)[head].double()
+        return (group @ keys.double().T * DIM**-0.5).softmax(-1)
+
+    def assert_attention(
+        self, out: torch.Tensor, want: torch.Tensor, *, layer: int, row: int
+    ) -> None:
+        """Compare fp32 attention of a row with exact one, within what fp32 may round.
+
+        A logit is a sum of DIM products, so it is off by at most DIM roundings of the sum of their
+        magnitudes; a weight exp(logit) is relatively off by twice that (its own and that of the
+        maximum), and by two roundings more; both sums over the row's tokens add a rounding a
+        token. A convex combination of values moves by no more than twice the weights' relative
+        error, times the largest value.
+        """
+        rounding = torch.finfo(torch.float32).eps / 2
+        slots = self.plan.page_table[row].long() * PAGE
+        places = (slots[:, None] + torch.arange(PAGE)).flatten()[: LENGTHS[row]]
+        keys, values = self.pool.k_buffer[layer][places], self.pool.v_buffer[layer][places]
+        heads = self.q[layer, row].view(HEADS, GROUP, DIM).abs()
+        products = torch.einsum("hgd,nhd->hgn", heads, keys.abs()) * DIM**-0.5
+        logit = (DIM + 1) * rounding * float(products.max())
+        weight = 2 * logit + 2 * rounding + 2 * LENGTHS[row] * rounding
+        bound = 2 * weight * float(values.abs().max())
+        assert float((out.double() - want).abs().max()) <= bound
 
     def share(self, row: int, head: int, listed: torch.Tensor, margin: float) -> float:
         """Mean over a group of layer 1's share, pages that are not listed taken by their score."""
@@ -138,10 +168,10 @@ def test_reuse_layers_attend_to_what_their_anchor_reached(crossed: bool) -> None
             taken = layers.attended(1, row, 1 - head if crossed else head)
             kept = layers.weights(2, row, head)[:, taken]
             values = layers.rows(2, row, head)[1][taken]
-            want = kept / kept.sum(-1, keepdim=True) @ values
-            torch.testing.assert_close(out[row, head], want, rtol=1e-4, atol=1e-5)
+            want = kept / kept.sum(-1, keepdim=True) @ values.double()
+            layers.assert_attention(out[row, head], want, layer=2, row=row)
     assert min(counts) < 64 < max(counts), "lists of one layer stop at different depths"
-    assert set(layers.mass.report()) == {"0", "1"}
+    assert set(layers.mass.counters.read()) == {0, 1}
 
 
 def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() -> None:
@@ -149,8 +179,7 @@ def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() 
     layers.q[1] *= 4
     layers.run(1)
     program, at = layers.programs[1], layers.plan.request_slots.long()
-    assert program.progression is not None
-    order, ranked = program.indices[at].clone(), program.progression.ranked[at].clone()
+    order, ranked = program.indices[at].clone(), layers.ranked(1)[at].clone()
     reached = program.counts[at].clone()
     assert (reached < ranked).all()
     layers.plan.reselect.zero_()
@@ -161,8 +190,8 @@ def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() 
     for row in range(len(LENGTHS)):
         taken = layers.attended(1, row, 0)
         kept = layers.weights(1, row, 0)[:, taken]
-        want = kept / kept.sum(-1, keepdim=True) @ layers.rows(1, row, 0)[1][taken]
-        torch.testing.assert_close(out[row, 0], want, rtol=1e-4, atol=1e-5)
+        want = kept / kept.sum(-1, keepdim=True) @ layers.rows(1, row, 0)[1][taken].double()
+        layers.assert_attention(out[row, 0], want, layer=1, row=row)
 
 
 def test_an_estimate_by_score_is_what_each_heads_digests_say_of_the_pages_that_are_left() -> None:
@@ -172,7 +201,7 @@ def test_an_estimate_by_score_is_what_each_heads_digests_say_of_the_pages_that_a
     program, stopped = layers.programs[1], 0
     for row in range(len(LENGTHS)):
         for head in range(HEADS):
-            order = program.indices[row, head, : int(program.progression.ranked[row, head])]
+            order = program.indices[row, head, : int(layers.ranked(1)[row, head])]
             count = int(program.counts[row, head])
             stopped += count < len(order)
             assert count == len(order) or layers.share(row, head, order[:count], 6.0) >= 0.8 - 1e-4

@@ -3,43 +3,49 @@
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from sglang_sparse.backend.prefill import SparsePrefill, TileBatch
-from sglang_sparse.config import SparseConfig, TilePrefill
+from sglang_sparse.backend.allocate import Heads, allocate
+from sglang_sparse.backend.program import compile_programs
+from sglang_sparse.choices.build import Columns
+from sglang_sparse.choices.prefill.tile_topk import TileBatch, TileRun
+from sglang_sparse.config import SparseConfig
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.pool import bind_pool_class
 
-PRESET = Path(__file__).parents[2] / "configs" / "llama-3.1-8b" / "kascade.json"
 HEADS, GROUP, DIM, PAGE = 2, 4, 64, 64
 
 
-def prefill_of(fraction: float) -> SparsePrefill:
+def prefill_of(fraction: float) -> TileRun:
     """Sparse prefill of an anchor and of a layer that reuses; nothing of it is launched."""
-    config = SparseConfig.model_validate(json.loads(PRESET.read_text()))
-    choice = TilePrefill(fraction=fraction, min_tokens=8192)
-    parts: dict[str, Any] = {
-        "buffers": SimpleNamespace(query_heads=HEADS * GROUP),
-        "k_buffer": torch.zeros((PAGE, HEADS, DIM)),
-        "head_map": None,
-    }
-    programs: Any = {
-        0: SimpleNamespace(scorer=object(), dense=True, **parts),
-        1: SimpleNamespace(scorer=None, dense=False, **parts),
-    }
-    pool: Any = SimpleNamespace(page_size=PAGE, head_num=HEADS)
-    return SparsePrefill(config, choice, pool, programs, "triton")
+    config = SparseConfig.model_validate(
+        {
+            "layers": {"kind": "anchors", "anchors": [0]},
+            "score": {"kind": "exact"},
+            "budget": {"kind": "fraction", "fraction": fraction, "floor": 128},
+            "prefill": {"kind": "tile_topk", "fraction": fraction, "min_tokens": 8192},
+        }
+    )
+    pool = bind_pool_class(PlaneSpec(), "torch")(
+        PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=HEADS, head_dim=DIM, layer_num=2,
+        device="cpu", enable_memory_saver=False, start_layer=0, end_layer=2,
+    )  # fmt: skip
+    heads, columns = Heads(HEADS * GROUP, HEADS, DIM), Columns(2, torch.device("cpu"))
+    build = allocate(config, pool, heads, columns, max_context=PAGE, impl="triton")
+    score, budget = config.score.build(build), config.budget.build(build, config.score)
+    programs = compile_programs(config, build, score, budget)
+    prefill = config.prefill.build(build, config.score, programs)
+    assert isinstance(prefill, TileRun)
+    return prefill
 
 
 def shape_of(batch: TileBatch) -> tuple[int, ...]:
     """What the kernels of a batch are compiled for."""
-    scratch = (batch.topk.block_max.shape[2], batch.topk.blocks.shape[2])
-    return (batch.scores.shape[2], batch.indices.shape[2], *scratch)
+    scratch = (batch.scores.block_max.shape[2], batch.topk.blocks.shape[2])
+    return (batch.scores.values.shape[2], batch.indices.shape[2], *scratch)
 
 
 @pytest.mark.parametrize(("max_pages", "fraction"), [(2049, 0.1), (700, 0.0300006), (130, 1.0)])
@@ -48,9 +54,9 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
 ) -> None:
     prefill, compiled = prefill_of(fraction), set()
 
-    def run(batch: TileBatch, program: Any, q: torch.Tensor, **_: float) -> torch.Tensor:
+    def run(batch: TileBatch, layer: int, q: torch.Tensor, **_: float) -> torch.Tensor:
         assert q.shape == (len(batch.counts) * prefill.tile_tokens, HEADS * GROUP, DIM)
-        compiled.add((program.dense, shape_of(batch)))
+        compiled.add((layer, shape_of(batch)))
         return q
 
     monkeypatch.setattr(prefill, "run", run)
@@ -65,8 +71,8 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
             continue
         assert batch is not None
         assert batch.plan.max_units <= batch.indices.shape[2]
-        for dense in (True, False):
-            assert (dense, shape_of(batch)) in compiled
+        for layer in (0, 1):
+            assert (layer, shape_of(batch)) in compiled
         # Alignment is part of what a kernel is compiled for.
         rows = batch.plan.rows
         for vector in (rows.seq_lens, rows.tail_start, rows.k_units, rows.update_start):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sglang_sparse.backend.requests import RequestTable
+from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import (
     ConfigError,
     FirstDense,
@@ -105,13 +106,14 @@ def test_a_share_of_the_mass_may_be_asked_for_below_the_servers_limit() -> None:
 
 
 def test_a_slots_share_is_that_of_its_last_owner() -> None:
-    table = RequestTable(config_of(MassBudget(epsilon=0.75, cap=4096)), 4, torch.device("cpu"))
-    assert table.epsilons.tolist() == [0.75] * 4
+    columns = Columns(4, torch.device("cpu"))
+    table = RequestTable(config_of(MassBudget(epsilon=0.75, cap=4096)), columns)
+    assert columns["epsilon"].tolist() == [0.75] * 4
     table.admit([request(2, budget=0.5), request(1)], torch.tensor([2, 1]))
-    assert table.epsilons.tolist() == [0.75, 0.75, 0.5, 0.75]
+    assert columns["epsilon"].tolist() == [0.75, 0.75, 0.5, 0.75]
     assert table.budgets.tolist() == [[4096, 0]] * 4  # all rank as much
     table.admit([request(2)], torch.tensor([2]))
-    assert table.epsilons.tolist() == [0.75] * 4
+    assert columns["epsilon"].tolist() == [0.75] * 4
 
 
 def request(slot: int, **sparse: Any) -> Any:
@@ -120,7 +122,7 @@ def request(slot: int, **sparse: Any) -> Any:
 
 
 def test_a_slots_options_are_those_of_its_last_owner() -> None:
-    table = RequestTable(TOKENS, 6, torch.device("cpu"))
+    table = RequestTable(TOKENS, Columns(6, torch.device("cpu")))
     slots = torch.tensor([4, 1, 2])
     table.admit([request(4, mode="dense"), request(1), request(2, budget=1024)], slots)
     table.start_decoding(slots, torch.tensor([10, 20, 30], dtype=torch.int32))
@@ -133,7 +135,7 @@ def test_a_slots_options_are_those_of_its_last_owner() -> None:
 
 
 def test_only_rows_that_may_select_choose_the_graph() -> None:
-    table = RequestTable(TOKENS, 6, torch.device("cpu"))
+    table = RequestTable(TOKENS, Columns(6, torch.device("cpu")))
     lengths = torch.tensor([900, 40, 50])
     reqs = [request(4, mode="dense"), request(1), request(2)]
     table.admit(reqs, torch.tensor([4, 1, 2]))

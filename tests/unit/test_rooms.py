@@ -24,17 +24,24 @@ FORBIDDEN = {
 }
 # Room of sglang_sparse -> the other rooms and modules of sglang_sparse that it may import.
 ROOMS = {
-    "config": set(),
+    "choices": set(),
+    "config": {"choices"},
     "tasks": set(),
     "calibrate": {"config", "tasks"},
     "evaluate": {"config", "tasks", "request_options"},
     "research": {"config", "tasks", "calibrate"},
     "backend": {
-        *("__init__", "config", "compat", "checks", "launch", "facts", "banner"),
+        *("__init__", "choices", "config", "compat", "checks", "launch", "facts", "banner"),
         *("pools", "graph_variants", "reach", "request_options"),
     },
 }
-PUBLIC_ONLY = {"config": ("torch", "sglang"), "tasks": ("sglang",), "research": ("sglang",)}
+# Room -> packages that nothing in it imports.
+WITHOUT = {
+    "config": ("torch", "sglang"),
+    "choices": ("sglang",),
+    "tasks": ("sglang",),
+    "research": ("sglang",),
+}
 
 
 def modules() -> dict[str, Path]:
@@ -79,7 +86,7 @@ def test_rooms_of_sglang_sparse_import_only_what_they_may(room: str) -> None:
             continue
         for imported in imports(name, file):
             top, _, rest = imported.partition(".")
-            assert top not in PUBLIC_ONLY.get(room, ()), f"{name} imports {imported}"
+            assert top not in WITHOUT.get(room, ()), f"{name} imports {imported}"
             if top == "sglang_sparse":
                 target = rest.split(".")[0] or "__init__"
                 assert target in {room, *ROOMS[room]}, f"{name} imports {imported}"
@@ -88,6 +95,17 @@ def test_rooms_of_sglang_sparse_import_only_what_they_may(room: str) -> None:
 def test_every_folder_of_sglang_sparse_is_a_room() -> None:
     folders = {init.parent.name for init in (ROOT / "sglang_sparse").glob("*/__init__.py")}
     assert folders == set(ROOMS)
+
+
+def test_kinds_are_compared_in_choices_alone() -> None:
+    for name, file in MODULES.items():
+        if name.startswith(("sglang_sparse.choices", "sglang_sparse.research")):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                asked = [s for s in sides if isinstance(s, ast.Attribute) and s.attr == "kind"]
+                assert not asked, f"{name}: {ast.unparse(node)}"
 
 
 def test_nothing_that_ships_imports_research() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_sparse.backend.telemetry import LayerCounters
+from sglang_sparse.choices.telemetry import LayerCounters
 
 
 def test_what_kernels_add_to_a_layers_row_is_read_under_its_name() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from sglang_sparse.choices.role import Role
 from sglang_sparse.config import (
     Anchors,
     EveryLayer,
@@ -22,11 +25,11 @@ from sglang_sparse.config import (
     PageMean,
     PageMinMax,
     Reuse,
-    Role,
     SparseConfig,
     TokenBudget,
     preset_hash,
 )
+from sglang_sparse.config.schema import key_sets
 
 GEOMETRY = Geometry(
     name="small", num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4, head_dim=64
@@ -104,7 +107,7 @@ def test_pooling_over_all_heads_makes_one_list() -> None:
 
 def test_lists_have_room_for_the_most_that_a_request_may_ask_for() -> None:
     budget = TokenBudget(tokens=512, max_tokens=2048)
-    assert (budget.floor, budget.largest.floor) == (512, 2048)
+    assert (budget.list_size, budget.largest.list_size) == ((512, 0.0), (2048, 0.0))
     assert config_of(budget=budget).capacity_units(100_000) == 2048
     share = FractionBudget(fraction=0.1, floor=512, max_fraction=0.5)
     assert config_of(budget=share).capacity_units(100_000) == 50_000
@@ -120,9 +123,9 @@ def test_lists_have_room_for_the_most_that_a_request_may_ask_for() -> None:
         MassBudget(epsilon=0.9, max_epsilon=0.5, cap=1024)
 
 
-def test_a_fixed_budget_has_no_fraction_and_its_tokens_as_the_floor() -> None:
-    budget = TokenBudget(tokens=512)
-    assert (budget.floor, budget.fraction) == (512, 0.0)
+def test_lists_of_a_budget_hold_its_tokens_and_its_share() -> None:
+    assert TokenBudget(tokens=512).list_size == (512, 0.0)
+    assert FractionBudget(fraction=0.1, floor=256).list_size == (256, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +182,7 @@ def test_a_fraction_budget_is_held_to_the_rule_by_its_floor() -> None:
 
 def test_a_mass_budget_ranks_up_to_its_cap_and_nothing_by_fraction() -> None:
     budget = MassBudget(epsilon=0.95, cap=8_192)
-    assert (budget.floor, budget.fraction) == (8_192, 0.0)
+    assert budget.list_size == (8_192, 0.0)
     config = config_of(score=PageMean(), budget=budget)
     assert config.unit == 32
     assert config.capacity_units(100_000) == 256
@@ -284,3 +287,22 @@ def test_geometry_is_read_from_a_hugging_face_config() -> None:
 def test_geometries_match_whatever_their_names() -> None:
     assert GEOMETRY.matches(GEOMETRY.model_copy(update={"name": "other"}))
     assert not GEOMETRY.matches(GEOMETRY.model_copy(update={"head_dim": 128}))
+
+
+TILES = {"kind": "tile_topk", "fraction": 0.1}
+
+
+def test_sparse_prefill_takes_a_score_that_scores_tokens_and_refuses_one_of_pages() -> None:
+    assert config_of(score=Exact(), prefill=TILES)
+    assert config_of(score=KeySketch(), prefill=TILES)
+    for score in (PageMinMax(), PageMean()):
+        with pytest.raises(ValidationError, match=f"lists single tokens, score {score.kind} "):
+            config_of(score=score, prefill=TILES)
+
+
+@pytest.mark.parametrize("axis", ["layers", "score", "budget", "prefill"])
+def test_every_file_of_an_axis_is_one_of_its_choices(axis: str) -> None:
+    folder = Path(str(files("sglang_sparse"))) / "choices" / axis
+    names = {file.stem for file in folder.glob("[!_]*.py")}
+    kinds = {kind for path in key_sets() if path[:1] == (axis,) for kind in path[1:]}
+    assert kinds == names

@@ -21,6 +21,7 @@ from sglang_sparse.config import (
     KeySketch,
     PageMinMax,
     SparseConfig,
+    TokenBudget,
     available_methods,
     configs_dir,
     deep_merge,
@@ -84,7 +85,7 @@ def test_a_method_takes_the_generic_preset_for_an_unknown_geometry() -> None:
 def test_inline_json_changes_only_the_keys_it_names() -> None:
     base = resolve("sparcas", None, LLAMA)
     changed = resolve("sparcas", '{"budget": {"kind": "tokens", "tokens": 4096}}', LLAMA)
-    assert changed.budget.floor == 4096
+    assert changed.budget == TokenBudget(tokens=4096)
     assert changed.model_dump(exclude={"budget"}) == base.model_dump(exclude={"budget"})
 
 
@@ -166,14 +167,16 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         '{"budget": {"fraction": 0.1}}',
         ["budget.fraction is not a key of kind tokens", "kind tokens kind|tokens"],
     ),
-    ("sparcas", '{"budget": {"kind": "part"}}', ["budget.kind is 'part'", "tokens|fraction|mass"]),
+    ("sparcas", '{"budget": {"kind": "part"}}', ["budget.kind is 'part'", "fraction|mass|tokens"]),
     ("sparcas", '{"budget": {"tokens": 0}}', ["budget.tokens is 0", "greater than or equal to 1"]),
     ("sparcas", '{"budget": {"tokens": "9"}}', ["budget.tokens is '9'", "a valid integer"]),
     ("sparcas", '{"budget": 2048}', ["budget is 2048", "budget an object with a kind"]),
     ("sparcas", '{"budget": {"tokens": 99999999999}}', ["less than or equal to 16777216"]),
     ("sparcas", '{"budget": {"tokens": 80}}', ["cannot hold sink_tokens 16", "at least 81"]),
     ("sparcas", '{"budget": {"kind": "fraction"}}', ["budget.fraction is missing"]),
-    ("sparcas", '{"heads": {"kind": "streaming"}}', ["heads.kind is 'streaming'", "retrieval"]),
+    ("sparcas", '{"heads": {"kind": "retrieval"}}', ["heads is not a key", "layers|score|budget"]),
+    ("sparcas", '{"retention": {"kind": "all"}}', ["retention is not a key"]),
+    ("sparcas", '{"prefill": {"tile": 128}}', ["prefill.tile is not a key of kind"]),
     ("sparcas", '{"cadence": {"every": 0}}', ["cadence.every is 0"]),
     ("sparcas", '{"page_size": 48}', ["page_size is 48", "page_size 16|32|64"]),
     ("sparcas", '{"inner": "fa3"}', ["inner is 'fa3'", "auto|flashinfer|triton|torch_native"]),
@@ -184,9 +187,9 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
     (
         "custom",
         "{}",
-        ["layers is missing, score is missing", "layers with kind every|first_dense|anchors"],
+        ["layers is missing, score is missing", "layers with kind anchors|every|first_dense"],
     ),
-    ("custom", '{"budget": {"tokens": 9}}', ["budget.kind is missing", "tokens|fraction"]),
+    ("custom", '{"budget": {"tokens": 9}}', ["budget.kind is missing", "fraction|mass|tokens"]),
     ("kascade", '{"layers": {"anchors": [1, 2]}}', ["layers.anchors [1, 2]", "ascending"]),
     ("kascade", '{"layers": {"anchors": [0, 4, 4]}}', ["layers.anchors [0, 4, 4]", "ascending"]),
     ("kascade", '{"layers": {"anchors": [0, 32]}}', ["[0, 32] are not layers", "from 0 to 31"]),

@@ -7,6 +7,7 @@ import pytest
 from radix_harness import MemorySide, tree_nodes
 
 from sglang_sparse_radix.branches import DENSE, NEVER, Branch, Section, SparseFrom, sections
+from sglang_sparse_radix.planes import PageBounds
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
 P = 16
@@ -19,7 +20,7 @@ TILES_OTHER_BUDGET = SparseFrom(prefill=2 * P, decode=-1, budget=128)
 
 @pytest.fixture
 def side(model_config):
-    return MemorySide(model_config, PlaneSpec(page_minmax=True), page_size=P, num_pages=64)
+    return MemorySide(model_config, PlaneSpec((PageBounds(),)), page_size=P, num_pages=64)
 
 
 def tokens(start, count):

@@ -16,6 +16,7 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
 from sglang_sparse_radix.branches import SparseFrom
+from sglang_sparse_radix.planes import PageBounds
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.radix_cache import (
     SparseRadixCache,
@@ -34,7 +35,7 @@ def create(context):
 def context(pool=None, **changes):
     requests = ReqToTokenPool(2, 4 * P, "cpu", False)
     if pool is None:
-        pool = make_pool(PlaneSpec(page_minmax=True), page_size=P, num_pages=4)
+        pool = make_pool(PlaneSpec((PageBounds(),)), page_size=P, num_pages=4)
     return build_context(pool, page_size=P, requests=requests, **changes)
 
 

@@ -6,24 +6,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape
+from sglang_sparse_kernels.planes import PlaneShape
 from sglang_sparse_radix import PlaneSpec, plane_bytes_per_token
+from sglang_sparse_radix.planes import PageBounds, PageDigest, SketchPlane
 
 SPECS = (
     PlaneSpec(),
-    PlaneSpec(page_minmax=True),
-    PlaneSpec(key_sketch="fp8"),
-    PlaneSpec(key_sketch="int8"),
-    PlaneSpec(key_sketch="int4"),
-    PlaneSpec(page_minmax=True, key_sketch="bf16"),
-    PlaneSpec(page_mean=True, page_minmax=True),
+    PlaneSpec((PageBounds(),)),
+    PlaneSpec((SketchPlane("fp8"),)),
+    PlaneSpec((SketchPlane("int8"),)),
+    PlaneSpec((SketchPlane("int4"),)),
+    PlaneSpec((PageBounds(), SketchPlane("bf16"))),
+    PlaneSpec((PageBounds(), PageDigest())),
 )
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 48, 128])
 def test_page_size_that_planes_cannot_use_is_refused_in_one_line(page_size):
     with pytest.raises(ValueError, match=rf"--page-size is {page_size}; .* 16, 32 or 64") as error:
-        PlaneSpec(page_minmax=True).validate_page_size(page_size)
+        PlaneSpec((PageBounds(),)).validate_page_size(page_size)
     assert "\n" not in str(error.value)
 
 
@@ -35,14 +36,23 @@ def test_quantised_kv_is_refused_naming_what_is_allowed(dtype):
 
 def test_a_page_that_no_whole_number_of_blocks_fills_is_refused():
     with pytest.raises(ValueError, match="logical_page is 32; it must divide --page-size 16"):
-        PlaneSpec(page_mean=True, logical_page=32).validate_page_size(16)
+        PlaneSpec((PageDigest(32),)).validate_page_size(16)
 
 
 def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
     with pytest.raises(ValueError, match="logical_page is 8; allowed: 16, 32 or 64"):
-        PlaneSpec(logical_page=8)
-    with pytest.raises(ValueError, match="key_sketch is 'int3'; allowed: None, 'fp8', 'int8', "):
-        PlaneSpec(key_sketch="int3")
+        PageBounds(8)
+    with pytest.raises(ValueError, match="storage is 'int3'; allowed: 'fp8', 'int8', "):
+        SketchPlane("int3")
+
+
+def test_planes_of_pages_of_two_sizes_are_refused():
+    with pytest.raises(ValueError, match="logical pages of 16 or 32 tokens; allowed: one size"):
+        PlaneSpec((PageBounds(16), PageDigest(32)))
+
+
+def test_a_plane_that_two_choices_read_is_kept_once():
+    assert PlaneSpec((PageBounds(32), PageBounds(32))).planes == (PageBounds(32),)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -50,13 +60,7 @@ def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, dtype):
     layers, heads, dim, pages = 3, 2, 64, 8  # whole runs of the sketch
-    planes = PlaneBuffers.allocate(
-        PlaneShape(layers, pages, page_size, heads, dim, dtype),
-        page_minmax=spec.page_minmax,
-        page_mean=spec.page_mean,
-        key_sketch=spec.key_sketch,
-        logical_page=spec.logical_page,
-    )
+    planes = spec.allocate(PlaneShape(layers, pages, page_size, heads, dim, dtype), "cpu")
     page_bytes = spec.bytes_per_page(heads, dim, page_size, dtype)
     assert planes.num_bytes() == layers * pages * page_bytes
     token_bytes = plane_bytes_per_token(
@@ -73,15 +77,15 @@ def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, d
 def test_plane_shares_of_the_kv_pool_are_those_that_the_design_states():
     kv = 2 * 8 * 128 * 2
     geometry = {"head_num": 8, "head_dim": 128, "page_size": 64, "kv_dtype": torch.bfloat16}
-    minmax = plane_bytes_per_token(PlaneSpec(page_minmax=True), num_layers=1, **geometry)
-    sketch = plane_bytes_per_token(PlaneSpec(key_sketch="fp8"), num_layers=1, **geometry)
-    mean = PlaneSpec(page_mean=True, logical_page=32)
+    minmax = plane_bytes_per_token(PlaneSpec((PageBounds(),)), num_layers=1, **geometry)
+    sketch = plane_bytes_per_token(PlaneSpec((SketchPlane("fp8"),)), num_layers=1, **geometry)
+    mean = PlaneSpec((PageDigest(32),))
     assert plane_bytes_per_token(mean, num_layers=1, **geometry) / kv == 1 / 32
     assert minmax / kv == 1 / 16
     assert sketch / kv == 1 / 4
 
 
 def test_an_uneven_geometry_is_rounded_up():
-    spec = PlaneSpec(page_minmax=True)
+    spec = PlaneSpec((PageBounds(),))
     geometry = {"head_num": 1, "head_dim": 3, "page_size": 16, "kv_dtype": torch.bfloat16}
     assert plane_bytes_per_token(spec, num_layers=1, **geometry) == 1  # 12 bytes a page of 16

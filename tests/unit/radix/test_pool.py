@@ -16,11 +16,15 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 from sglang.srt.runtime_context import get_context, get_parallel
 
+from sglang_sparse.config import resolve_with_source
+from sglang_sparse.launch import SparseLaunch
+from sglang_sparse.platform_cpu import NativeCpuPlatform
 from sglang_sparse_kernels.planes import by_page
+from sglang_sparse_radix.planes import PageBounds, PageDigest, SketchPlane
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class, extra_cell_bytes
 
-ALL = PlaneSpec(page_minmax=True, page_mean=True, key_sketch="int8")
+ALL = PlaneSpec((PageBounds(), PageDigest(), SketchPlane("int8")))
 P = 16
 
 
@@ -64,7 +68,7 @@ def configurator(model_config):
 
 @pytest.fixture
 def with_planes_bytes():
-    spec = PlaneSpec(page_minmax=True, key_sketch="fp8")
+    spec = PlaneSpec((PageBounds(), SketchPlane("fp8")))
     return spec, make_pool(spec, page_size=P, num_pages=7)
 
 
@@ -85,14 +89,14 @@ def test_planes_cover_every_page_the_padding_page_included(with_planes_bytes):
 
 
 def test_planes_that_the_spec_leaves_out_are_not_allocated():
-    pool = make_pool(PlaneSpec(page_minmax=True), page_size=P, num_pages=2)
+    pool = make_pool(PlaneSpec((PageBounds(),)), page_size=P, num_pages=2)
     assert list(pool.planes.tensors()) == ["page_min", "page_max"]
     assert make_pool(PlaneSpec(), page_size=P, num_pages=2).plane_bytes() == 0
 
 
 def test_plane_bytes_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="sglang_sparse_radix.pool"):
-        make_pool(PlaneSpec(key_sketch="fp8"), page_size=P, num_pages=7)
+        make_pool(PlaneSpec((SketchPlane("fp8"),)), page_size=P, num_pages=7)
     assert "KV planes are allocated. planes: key_sketch" in caplog.text
     assert "25.0% on top of K and V" in caplog.text
 
@@ -105,7 +109,9 @@ def test_unused_pages_hold_zeros_never_nan():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("sketch", [None, "fp8", "int8", "int4", "bf16"])
 def test_update_makes_planes_equal_recomputation(dtype, sketch):
-    spec = PlaneSpec(page_minmax=True, page_mean=True, key_sketch=sketch)
+    spec = PlaneSpec(
+        (PageBounds(), PageDigest(), *([] if sketch is None else [SketchPlane(sketch)]))
+    )
     pool = make_pool(spec, page_size=P, num_pages=8, dtype=dtype)
     page_table = torch.tensor([[3, 1, 5], [2, 7, 0]], dtype=torch.int32)
     fill(pool, page_table, [40, 17])
@@ -155,10 +161,15 @@ def test_class_builds_through_sglangs_cuda_path(configurator):
 def test_class_builds_through_sglangs_platform_path(configurator, monkeypatch):
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    platform = SimpleNamespace(get_mha_kv_pool_cls=lambda: bind_pool_class(ALL, "torch"))
-    monkeypatch.setattr(kv_cache_configurator, "current_platform", platform)
+    # The platform of a machine without a GPU, wherever this runs.
+    monkeypatch.setattr(kv_cache_configurator, "current_platform", NativeCpuPlatform())
+    dense = configurator._build_oot_mha_kv_pool(max_total_num_tokens=4 * P)
+    assert not isinstance(dense, SparseMHATokenToKVPool)
+    launch = SparseLaunch(resolve_with_source("page_minmax", None))
+    monkeypatch.setattr(configurator.server_args, "_sparse", launch, raising=False)
     pool = configurator._build_oot_mha_kv_pool(max_total_num_tokens=4 * P)
     assert isinstance(pool, SparseMHATokenToKVPool)
+    assert list(pool.planes.tensors()) == ["page_min", "page_max"]
 
 
 def test_only_layers_that_read_planes_have_them():
@@ -184,7 +195,7 @@ SOME = replace(ALL, read_by=lambda layer: layer > 0)
 
 
 @pytest.mark.parametrize(
-    "spec", [ALL, SOME, PlaneSpec(key_sketch="fp8"), PlaneSpec(page_minmax=True)]
+    "spec", [ALL, SOME, PlaneSpec((SketchPlane("fp8"),)), PlaneSpec((PageBounds(),))]
 )
 def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, configurator):
     sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)

@@ -9,10 +9,11 @@ from radix_harness import MemorySide, tree_nodes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_kernels.planes import by_page
+from sglang_sparse_radix.planes import PageBounds, SketchPlane
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
 P = 16
-SPEC = PlaneSpec(page_minmax=True, key_sketch="int8")
+SPEC = PlaneSpec((PageBounds(), SketchPlane("int8")))
 
 
 @pytest.fixture

@@ -35,14 +35,15 @@ from sglang_sparse_radix.branches import (
     allowed,
     sections,
 )
+from sglang_sparse_radix.planes import PageBounds, PageDigest, SketchPlane
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
 SPECS = (
-    PlaneSpec(page_minmax=True),
-    PlaneSpec(key_sketch="int8"),
-    PlaneSpec(page_minmax=True, key_sketch="fp8"),
-    PlaneSpec(page_minmax=True, key_sketch="bf16"),
-    PlaneSpec(page_mean=True),
+    PlaneSpec((PageBounds(),)),
+    PlaneSpec((SketchPlane("int8"),)),
+    PlaneSpec((PageBounds(), SketchPlane("fp8"))),
+    PlaneSpec((PageBounds(), SketchPlane("bf16"))),
+    PlaneSpec((PageDigest(),)),
 )
 TENANTS = st.sampled_from((None, None, None, "tenant"))
 RARELY = st.sampled_from((False, False, False, True))
@@ -355,7 +356,7 @@ def test_random_schedules_catch_a_request_that_looks_on_every_branch(
     monkeypatch.setattr(radix_cache, "allowed", everywhere)
     machine = type("Machine", (Schedules,), {"model_config": model_config})
     with pytest.raises(AssertionError, match="took over KV that saw"):
-        run_schedules(machine, examples=40, shrink=False)
+        run_schedules(machine, examples=150, shrink=False)
 
 
 @pytest.mark.skipif(

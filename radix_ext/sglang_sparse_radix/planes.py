@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of plane. Each object says its tensors, their bytes, and what they must hold.
+
+What a plane must hold is recomputed here from the K rows of a page, straight from its definition:
+without the update kernels or their references, so that a check of those shares no code with them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+
+from sglang_sparse_kernels.planes import (
+    SCALE_DTYPE,
+    SKETCH_DTYPES,
+    PlaneShape,
+    SketchFormat,
+    has_scale,
+    pages_per_run,
+    tokens_per_element,
+)
+from sglang_sparse_kernels.planes.types import RUN_TOKENS
+
+ALLOWED_LOGICAL_PAGES = (16, 32, 64)
+_FP8_MAX = 448.0
+_INT8_MAX = 127.0
+_INT4_MAX = 7.0
+_SCALE_MAX = 65504.0
+
+
+class Expected(NamedTuple):
+    """What a plane must hold for some pages.
+
+    Attributes:
+        values: by physical page, as :meth:`Plane.by_page` gives what is stored.
+        defined: broadcastable to ``values``, true where an entry is defined; those of unwritten
+            rows are not.
+        slack: how far what is stored may lie from ``values``; None for not at all.
+    """
+
+    values: torch.Tensor
+    defined: torch.Tensor
+    slack: torch.Tensor | None = None
+
+
+class Plane(Protocol):
+    """Selection metadata derived from K alone, by physical page.
+
+    Attributes:
+        names: of its tensors, as ``PlaneBuffers`` of the kernels has them.
+        logical_page: tokens that an entry covers; 1 if each token has its own.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    @property
+    def logical_page(self) -> int: ...
+
+    def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Its tensors, zeroed, by name; the layer axis first."""
+
+    def bytes_per_page(
+        self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
+    ) -> int:
+        """Exact bytes of one physical page in one layer."""
+
+    def by_page(self, name: str, stored: torch.Tensor, page_size: int) -> torch.Tensor:
+        """One layer of a tensor, ``[pages, ...]``, in a dtype that can be gathered and compared."""
+
+    def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
+        """What each tensor must hold.
+
+        Args:
+            rows: `[N, P, H, D]`, K rows of N pages, in the KV dtype.
+            written: bool `[N, P]`, which rows are written.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class CuboidPlane(ABC):
+    """Base of planes that hold a cuboid a logical page and KV head: its lower and upper ends.
+
+    Each is `[L, pages * P // logical_page, H, D]` in the dtype of K.
+
+    Raises:
+        ValueError: `logical_page` is not allowed.
+    """
+
+    names: ClassVar[tuple[str, str]]
+    logical_page: int = 16
+
+    def __post_init__(self) -> None:
+        if self.logical_page not in ALLOWED_LOGICAL_PAGES:
+            raise ValueError(f"logical_page is {self.logical_page}; allowed: 16, 32 or 64")
+
+    def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
+        entries = shape.num_pages * (shape.page_size // self.logical_page)
+        size = (shape.num_layers, entries, shape.num_heads, shape.head_dim)
+        return {name: torch.zeros(size, dtype=shape.kv_dtype, device=device) for name in self.names}
+
+    def bytes_per_page(
+        self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
+    ) -> int:
+        return 2 * (page_size // self.logical_page) * head_num * head_dim * kv_dtype.itemsize
+
+    def by_page(self, name: str, stored: torch.Tensor, page_size: int) -> torch.Tensor:
+        return stored.view(-1, page_size // self.logical_page, *stored.shape[1:])
+
+    @abstractmethod
+    def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]: ...
+
+    def _grouped(
+        self, rows: torch.Tensor, written: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(keys `[N, P/u, u, H, D]`, which are unwritten, which logical pages have any)."""
+        groups = written.view(len(rows), -1, self.logical_page)
+        keys = rows.view(len(rows), -1, self.logical_page, *rows.shape[2:])
+        return keys, ~groups[..., None, None], groups.any(-1)[..., None, None]
+
+
+def _ends(keys: torch.Tensor, unwritten: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest written key of each logical page, channel by channel."""
+    low = keys.masked_fill(unwritten, torch.inf).amin(2)
+    return low, keys.masked_fill(unwritten, -torch.inf).amax(2)
+
+
+@dataclass(frozen=True, slots=True)
+class PageBounds(CuboidPlane):
+    """Smallest and largest key of a logical page, channel by channel (Quest)."""
+
+    names: ClassVar[tuple[str, str]] = ("page_min", "page_max")
+
+    def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
+        keys, unwritten, defined = self._grouped(rows, written)
+        ends = _ends(keys, unwritten)
+        return {
+            name: Expected(values, defined) for name, values in zip(self.names, ends, strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PageDigest(CuboidPlane):
+    """Cuboid-mean digest of a logical page (ArkVale): centre and mean distance from it.
+
+    Up to 64 distances may be added up in any order in float32, which may carry an entry over to
+    the next number of its dtype.
+    """
+
+    names: ClassVar[tuple[str, str]] = ("page_mean_low", "page_mean_high")
+
+    def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
+        keys, unwritten, defined = self._grouped(rows.double(), written)
+        low, high = _ends(keys, unwritten)
+        centre = (low + high) / 2
+        counts = (~unwritten).sum(2)
+        distances = (keys - centre[:, :, None]).abs().masked_fill(unwritten, 0)
+        spread = distances.sum(2) / counts
+        size = rows.abs().amax((1, 2, 3)).double().view(-1, 1, 1, 1)
+        eps = torch.finfo(rows.dtype).eps
+        return {
+            name: Expected(values, defined, eps * values.abs() + 66 * 2.0**-24 * size)
+            for name, values in zip(self.names, (centre - spread, centre + spread), strict=True)
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SketchPlane:
+    """The keys again, dimension before token, in fewer bits (SparCas).
+
+    `[L, runs, H, D, 128]`; a run is 128 / P pages, and `"int4"` holds two tokens a byte. Integers
+    have a scale a token and head beside them, float16 `[L, pages, H, P]`.
+
+    Raises:
+        ValueError: unknown `storage`.
+    """
+
+    storage: SketchFormat
+    logical_page: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.storage not in SKETCH_DTYPES:
+            names = ", ".join(map(repr, SKETCH_DTYPES))
+            raise ValueError(f"storage is {self.storage!r}; allowed: {names}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the sketch."""
+        return SKETCH_DTYPES[self.storage]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        names = ("key_sketch", "key_sketch_scale")
+        return names if has_scale(self.dtype) else names[:1]
+
+    def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
+        runs = -(-shape.num_pages // pages_per_run(shape.page_size))
+        elements = RUN_TOKENS // tokens_per_element(self.dtype)
+        values = (shape.num_layers, runs, shape.num_heads, shape.head_dim, elements)
+        scale = (shape.num_layers, shape.num_pages, shape.num_heads, shape.page_size)
+        shapes = {"key_sketch": (values, self.dtype), "key_sketch_scale": (scale, SCALE_DTYPE)}
+        return {
+            name: torch.zeros(shapes[name][0], dtype=shapes[name][1], device=device)
+            for name in self.names
+        }
+
+    def bytes_per_page(
+        self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
+    ) -> int:
+        elements = page_size // tokens_per_element(self.dtype)
+        scale = page_size * head_num * SCALE_DTYPE.itemsize if has_scale(self.dtype) else 0
+        return elements * head_num * head_dim * self.dtype.itemsize + scale
+
+    def by_page(self, name: str, stored: torch.Tensor, page_size: int) -> torch.Tensor:
+        if name != "key_sketch":
+            return stored
+        runs, heads, dim, elements = stored.shape
+        packed = stored.dtype == torch.uint8
+        part = page_size // 2 if packed else page_size
+        split = stored.view(runs, heads, dim, elements // part, part).permute(0, 3, 1, 2, 4)
+        paged = split.reshape(-1, heads, dim, part)
+        if packed:
+            return torch.cat((paged & 15, paged >> 4), -1).to(torch.int8) - 8
+        return _comparable(paged)
+
+    def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
+        keys = rows.permute(0, 2, 3, 1).float()  # [N, H, D, P]
+        seen = written[:, None, None, :]
+        if not has_scale(self.dtype):
+            if self.dtype == torch.float8_e4m3fn:
+                keys = keys.clamp(-_FP8_MAX, _FP8_MAX)
+            return {"key_sketch": Expected(_comparable(keys.to(self.dtype)), seen)}
+        most = _INT8_MAX if self.dtype == torch.int8 else _INT4_MAX
+        scale = (keys.abs().amax(2) / most).clamp(max=_SCALE_MAX).half()  # [N, H, P]
+        safe = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
+        # Of 4 bits, one integer a byte: `by_page` unpacks what is stored.
+        codes = torch.round(keys / safe[:, :, None]).clamp(-most, most).to(torch.int8)
+        return {
+            "key_sketch": Expected(codes, seen),
+            "key_sketch_scale": Expected(scale, written[:, None, :]),
+        }
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    # fp8 can neither be gathered nor compared on every device; its bytes can.
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode batches: their plan, made once a step, and the stages that each layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_sparse.backend.counters import DecodeCounters
+from sglang_sparse.backend.requests import RequestTable
+from sglang_sparse.choices.build import Build, LayerProgram
+from sglang_sparse.choices.interfaces import BudgetRun
+from sglang_sparse.config import SparseConfig
+from sglang_sparse.graph_variants import Variant
+from sglang_sparse_kernels.plan import (
+    DecodePlan,
+    PlanRules,
+    RequestState,
+    TokenTable,
+    plan_decode,
+)
+from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.step import StepContext, decode_step
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+
+class DecodeSteps:
+    """Plans decode batches and runs the layers' programs.
+
+    Attributes:
+        plan: facts of the batch that is being run.
+        planned: batches so far, by variant.
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        build: Build,
+        budget: BudgetRun,
+        programs: dict[int, LayerProgram],
+        requests: RequestTable,
+        req_to_token: torch.Tensor,
+        counters: DecodeCounters | None,
+    ) -> None:
+        """``req_to_token`` is SGLang's table, int32 [request slots, max context]."""
+        self._config, self._build, self._budget = config, build, budget
+        self._programs, self._requests, self._counters = programs, requests, counters
+        self._req_to_token = req_to_token
+        self._state = RequestState(requests.decode_start, requests.budgets)
+        self._rules = PlanRules(
+            page_size=build.pool.page_size,
+            unit=config.unit,
+            capacity_units=build.limits.capacity_units,
+            min_sparse_tokens=config.min_sparse_tokens,
+            reselect_every=config.cadence.every,
+            refresh_every=config.score.refresh_steps,
+        )
+        self._max_pages = -(-req_to_token.shape[1] // build.pool.page_size)
+        self._eager = self._allocate(1)
+        self._captured: DecodePlan | None = None
+        self.plan = self._eager
+        self.planned: dict[Variant, int] = {"dense": 0, "sparse": 0}
+
+    def _allocate(self, rows: int) -> DecodePlan:
+        return DecodePlan.allocate(rows, self._max_pages, self._build.device)
+
+    def allocate_for_graphs(self, max_rows: int) -> None:
+        """Make the plan that captured graphs read."""
+        self._captured = self._allocate(max_rows)
+
+    def choose(self, forward_batch: ForwardBatch) -> Variant:
+        """Whether any row of the batch is long enough to select."""
+        lens = forward_batch.seq_lens_cpu
+        # Without a host copy the sparse variant is right for any length, and never syncs.
+        least = self._config.min_sparse_tokens
+        short = lens is not None and self._requests.longest_sparse(lens) < least
+        variant: Variant = "dense" if short or not self._programs else "sparse"
+        self.planned[variant] += 1
+        return variant
+
+    def plan_batch(self, forward_batch: ForwardBatch, *, graph: bool) -> None:
+        """Fill the plan of a decode batch: one that captured graphs read, or an eager one."""
+        rows, slots = forward_batch.batch_size, forward_batch.req_pool_indices
+        if not graph and rows > self._eager.num_rows:
+            self._eager = self._allocate(rows)
+        buffers = self._captured if graph else self._eager
+        assert buffers is not None
+        self.plan = buffers.rows(rows)
+        tokens = TokenTable(self._req_to_token, slots, forward_batch.seq_lens)
+        plan_decode(tokens, self._state, self._rules, plan=self.plan, impl=self._build.impl)
+        self._budget.plan(slots)
+        if self._counters is not None:
+            self._counters.count(self.plan, self._requests.budgets)
+
+    def run(
+        self, program: LayerProgram, q: torch.Tensor, *, scaling: float, logit_cap: float
+    ) -> torch.Tensor:
+        """Run one layer's stages for the batch that was planned last.
+
+        Args:
+            program: the layer's.
+            q: [rows, q_heads, head_dim], after RoPE.
+            scaling: factor on q.k.
+            logit_cap: soft cap on logits, 0 for none.
+
+        Returns:
+            [rows, q_heads, head_dim], dtype of ``q``; empty if the layer attends to everything.
+        """
+        build = self._build
+        out = torch.empty_like(q) if program.attends else q[:0]
+        softmax = Softmax(scaling, logit_cap)
+        for rows, plan in passes(self.plan, build.limits.rows_a_pass):
+            step = StepContext(
+                q=q[rows],
+                kv=program.kv(plan.page_table, build.pool.page_size),
+                plan=plan,
+                lists=program.read(build.lists.rows_of(plan), build.unit),
+                softmax=softmax,
+                out=out[rows],
+                impl=build.impl,
+                rows=rows,
+            )
+            decode_step(program.stages, step)
+        return out
+
+    def nbytes(self) -> int:
+        """Device bytes of the plans' page tables."""
+        plans = (self._eager, self._captured)
+        return sum(plan.page_table.nbytes for plan in plans if plan is not None)
+
+
+def passes(plan: DecodePlan, rows_a_pass: int) -> Iterator[tuple[slice, DecodePlan]]:
+    """Cut a plan into runs of at most ``rows_a_pass`` rows; host arithmetic only."""
+    if plan.num_rows <= rows_a_pass:
+        yield slice(0, plan.num_rows), plan
+        return
+    for start in range(0, plan.num_rows, rows_a_pass):
+        rows = slice(start, min(start + rows_a_pass, plan.num_rows))
+        yield rows, plan.part(rows)

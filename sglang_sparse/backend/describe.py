@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts of a server, gathered for the banner, the metrics and ``/server_info``."""
+
+from __future__ import annotations
+
+from sglang_sparse import __version__, compat
+from sglang_sparse.backend.decode import DecodeSteps
+from sglang_sparse.backend.extend import ExtendSteps
+from sglang_sparse.choices.build import Build
+from sglang_sparse.config.axes import AXES
+from sglang_sparse.facts import Facts
+from sglang_sparse.graph_variants import VARIANTS
+from sglang_sparse.launch import SparseLaunch
+
+
+def gather_facts(
+    launch: SparseLaunch,
+    build: Build,
+    decode: DecodeSteps,
+    extend: ExtendSteps,
+    *,
+    max_context: int,
+    inner: str,
+    captures_graphs: bool,
+) -> Facts:
+    """What a server runs, without waiting for its device.
+
+    Args:
+        launch: what its flags resolved to.
+        build: its buffers.
+        decode, extend: its batches so far.
+        max_context: tokens of the longest request that the model takes.
+        inner: name of the dense backend.
+        captures_graphs: whether decode is captured in CUDA graphs.
+    """
+    config, pool, resolved = launch.config, build.pool, launch.resolved
+    layers: dict[str, list[int]] = {}
+    for layer in range(pool.start_layer, pool.end_layer):
+        layers.setdefault(config.layers.role(layer).name, []).append(layer)
+    low, high = config.request_range
+    axes = config.model_dump(mode="json", include=set(AXES))
+    return Facts(
+        version=__version__,
+        method=resolved.method,
+        source=resolved.source,
+        preset_hash=resolved.hash,
+        axes={axis: axes[axis] for axis in AXES},
+        inner_backend=inner,
+        implementation=build.impl,
+        min_sparse_tokens=config.min_sparse_tokens,
+        longest_row=compat.longest_row(max_context, pool.size, pool.page_size),
+        page_size=pool.page_size,
+        unit=config.unit,
+        kv_heads=pool.head_num,
+        layers=layers,
+        request_budget={"unit": config.budget.key, "least": low, "most": high},
+        graphs={
+            "decode": "captured" if captures_graphs else "off",
+            "variants": list(VARIANTS) if captures_graphs else [],
+        },
+        plane_bytes={name: plane.nbytes for name, plane in pool.planes.tensors().items()},
+        kv_bytes=sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
+        state_bytes=build.nbytes() + decode.nbytes(),
+        decode_steps={**decode.planned},
+        prefill_batches={**extend.planned},
+        sglang=compat.sglang_version(),
+        sglang_tested=compat.tested_range(),
+    )

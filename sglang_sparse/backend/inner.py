@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense backends of SGLang that everything dense runs on."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_sparse.graph_variants import Variant
+from sglang_sparse_kernels.common import Impl
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+_ON = {"triton": "flashinfer", "torch": "torch_native"}
+
+
+class InnerBackends:
+    """One dense backend; one a variant where decode graphs are captured.
+
+    Attributes:
+        name: SGLang's.
+        variant: the one that the batch being run is planned for.
+    """
+
+    def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
+        """``name`` is a backend of SGLang, or ``auto``."""
+        self.name = _ON[impl] if name == "auto" else name
+        self.variant: Variant = "dense"
+        self._build = partial(ATTENTION_BACKENDS[self.name], runner)
+        dense: AttentionBackend = self._build()
+        self._of: dict[Variant, AttentionBackend] = {"dense": dense, "sparse": dense}
+
+    @property
+    def current(self) -> AttentionBackend:
+        """The backend that the batch being run is planned on."""
+        return self._of[self.variant]
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Take graph buffers for each variant.
+
+        A backend keeps one set of them a batch size, and both variants of a batch size are
+        captured, so each variant plans on a backend of its own.
+        """
+        self._of["sparse"] = self._build()
+        for inner in self._of.values():
+            inner.init_cuda_graph_state(max_bs, max_num_tokens)

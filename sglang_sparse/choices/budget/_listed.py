@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What budgets of a number of units share: select the best, attend to all of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_sparse.choices.interfaces import BudgetChoice, ScoreChoice
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sparse.choices.build import Build
+    from sglang_sparse_kernels.step import Stage
+
+
+class ListBudget(BudgetChoice):
+    """A budget that says how long a list is before anything is scored."""
+
+    def build(self, build: Build, score: ScoreChoice) -> ListRun:
+        return ListRun(build)
+
+
+class ListRun:
+    """Selects the units that score best, and attends to these."""
+
+    counters = None
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+
+    def stages(self, layer: int, *, attends: bool) -> list[Stage]:
+        from sglang_sparse_kernels.step import Attend, Select
+
+        build = self._build
+        select = Select(build.scores, build.always, build.topk)
+        return [select, Attend(build.attention)] if attends else [select]
+
+    def plan(self, request_slots: torch.Tensor) -> None:
+        """Nothing to gather: the plan holds the length of each list."""

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill `tile_topk`: prompt tokens in tiles that select what they attend to (Kascade, 3.4).
+
+Prefill is not captured in graphs, so buffers follow the batch. Layers play the part that they play
+in decoding: those that select do so for each tile, the others take what the last anchor selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from pydantic import Field
+
+from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
+from sglang_sparse.choices.interfaces import PrefillChoice, ScoreChoice
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_sparse.choices.build import Build, LayerProgram
+    from sglang_sparse.choices.interfaces import Point
+    from sglang_sparse_kernels.common import Impl
+    from sglang_sparse_kernels.exact import Pool
+    from sglang_sparse_kernels.records import KVView, Lists, Scores, Softmax
+    from sglang_sparse_kernels.select import TopkWorkspace
+    from sglang_sparse_kernels.tiles import TilePlan
+
+TILE_QUERIES = 128  # of all heads of a group together
+# Scores of the tiles that are scored together; more tiles take several passes.
+_SCORE_BYTES = 256 << 20
+_ALIGNMENT = 16
+_LEAST_WIDTH = 16384
+# Some kernels are launched in another way where a batch has few rows.
+_FEW_TILES, _MANY_TILES = 1, 64
+
+
+class TilePrefill(PrefillChoice):
+    """Tiles of prompt tokens attend to their best tokens and to themselves (Kascade, 3.4)."""
+
+    # A chunk's selections are kept to its last layer.
+    most_chunk: ClassVar[int | None] = 16384
+
+    kind: Literal["tile_topk"] = "tile_topk"
+    fraction: float = Field(
+        ge=1 / MILLION, le=1.0, description="Share of the tokens before a tile, to one millionth."
+    )
+    floor: int = Field(default=128, ge=1, le=MAX_COUNT, description="Fewest tokens a tile selects.")
+    min_tokens: int = Field(
+        default=4096, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
+    )
+
+    @property
+    def sparse_from(self) -> int:
+        return self.min_tokens
+
+    def check(self, point: Point) -> None:
+        if point.score.tile_pool is None:
+            raise InvalidConfig(
+                f"prefill.kind {self.kind} lists single tokens, score {point.score.kind} selects "
+                f"units of {point.unit}",
+                allowed=f"prefill.kind {self.kind} with score exact or key_sketch",
+                remedy="set prefill.kind to dense, or choose another score",
+            )
+        least = point.sink_tokens + point.recent_tokens + 1
+        if self.floor < least:
+            raise InvalidConfig(
+                f"prefill.floor {self.floor} cannot hold sink_tokens {point.sink_tokens}, "
+                f"recent_tokens {point.recent_tokens} and one token more",
+                allowed=f"prefill.floor of at least {least}",
+                remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
+            )
+
+    def build(
+        self, build: Build, score: ScoreChoice, programs: dict[int, LayerProgram]
+    ) -> TileRun | None:
+        pool = score.tile_pool
+        assert pool is not None  # check refused it
+        return TileRun(self, build, pool, programs) if programs else None
+
+
+@dataclass(frozen=True)
+class TileBatch:
+    """One prefill batch.
+
+    Attributes:
+        plan: its tiles, T of them.
+        indices: int32 [T, lists, capacity], what the last selecting layer chose.
+        counts: int32 [T, lists].
+        scores, topk: of the tiles of one pass.
+    """
+
+    plan: TilePlan
+    indices: torch.Tensor
+    counts: torch.Tensor
+    scores: Scores
+    topk: TopkWorkspace
+
+
+@dataclass(frozen=True)
+class TileStep:
+    """One layer of a prefill batch.
+
+    Attributes:
+        batch: its tiles and their buffers.
+        q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
+        kv: this layer's KV rows, a row of the page table a tile.
+        lists: what the layer writes, if it selects, and reads.
+        softmax: scale and cap of the logits.
+        out: [tokens, q_heads, head_dim].
+    """
+
+    batch: TileBatch
+    q: torch.Tensor
+    kv: KVView
+    lists: Lists
+    softmax: Softmax
+    out: torch.Tensor
+
+
+class TileStage(Protocol):
+    """A part of a layer's prefill."""
+
+    def run(self, step: TileStep) -> None:
+        """Do this part for the tiles of ``step``."""
+
+
+@dataclass(frozen=True)
+class SelectTiles:
+    """Scores the tokens before each tile and selects the best, pass by pass."""
+
+    run_of: TileRun
+
+    def run(self, step: TileStep) -> None:
+        """Write the lists of every tile."""
+        from dataclasses import replace
+
+        from sglang_sparse_kernels.select import select_topk
+        from sglang_sparse_kernels.tiles import tile_score
+
+        batch, own = step.batch, self.run_of
+        rows, tiles = len(batch.scores.values), batch.plan.rows.num_rows
+        for start in range(0, tiles, rows):
+            part = batch.plan.part(start, min(start + rows, tiles))
+            count = part.rows.num_rows
+            scores = batch.scores.rows(count)
+            kv = replace(step.kv, page_table=part.rows.page_table)
+            tile_score(
+                step.q, kv, part, softmax=step.softmax, pool=own.pool, out=scores, impl=own.impl
+            )
+            select_topk(
+                scores, part.rows, replace(step.lists, rows=part.rows.request_slots, head_map=None),
+                always=own.always, workspace=batch.topk.rows(count), impl=own.impl,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AttendTiles:
+    """Attention of each tile to its list and to itself."""
+
+    impl: Impl
+
+    def run(self, step: TileStep) -> None:
+        """Write the output of every tile."""
+        from sglang_sparse_kernels.tiles import tile_attention
+
+        tile_attention(
+            step.q, step.kv, step.batch.plan, step.lists, softmax=step.softmax, out=step.out,
+            impl=self.impl,
+        )  # fmt: skip
+
+
+class TileRun:
+    """Plans prefill batches as tiles, and runs the layers that select or reuse."""
+
+    def __init__(
+        self, choice: TilePrefill, build: Build, pool: Pool, programs: dict[int, LayerProgram]
+    ) -> None:
+        """``programs`` are those of decoding; of them roles, head maps and keys are used."""
+        from sglang_sparse_kernels.tiles import tile_tokens_of
+
+        self.choice, self.impl, self.always, self.pool = choice, build.impl, build.always, pool
+        self.page_size, self.query_heads = build.pool.page_size, build.query_heads
+        self.lists = build.limits.lists
+        self.programs = programs
+        group = self.query_heads // build.pool.head_num
+        self.tile_tokens = tile_tokens_of(TILE_QUERIES, group, self.page_size)
+        select, attend = SelectTiles(self), AttendTiles(build.impl)
+        self.stages: dict[int, list[TileStage]] = {}
+        for layer, program in programs.items():
+            selects: list[TileStage] = [select] if program.role.selects else []
+            self.stages[layer] = [*selects, attend] if program.attends else selects
+
+    def plan(
+        self,
+        page_table: torch.Tensor,
+        prefix_lens: Sequence[int],
+        extend_lens: Sequence[int],
+        dense: Sequence[bool],
+    ) -> TileBatch | None:
+        """The tiles of a batch, or None if none of them selects: then it is dense.
+
+        Args:
+            page_table: int32 [requests, max_pages].
+            prefix_lens, extend_lens: tokens that are cached, and new ones, on the host.
+            dense: requests that asked to be dense; empty if the batch is of none.
+        """
+        import torch
+
+        from sglang_sparse_kernels.records import make_scores
+        from sglang_sparse_kernels.select import make_topk_workspace
+        from sglang_sparse_kernels.tiles import plan_tiles
+
+        longest = max((p + n for p, n in zip(prefix_lens, extend_lens, strict=True)), default=0)
+        if longest <= self.choice.min_tokens:
+            return None
+        plan = plan_tiles(
+            page_table,
+            prefix_lens,
+            extend_lens,
+            tile_tokens=self.tile_tokens,
+            min_tokens=self.choice.min_tokens,
+            floor=self.choice.floor,
+            fraction=self.choice.fraction,
+            dense=dense,
+        )
+        if plan.max_units == 0:
+            return None
+        tiles, device = plan.rows.num_rows, page_table.device
+        width, capacity = self._shape(plan, page_table.shape[1])
+        rows = min(tiles, _aligned(_SCORE_BYTES // (4 * self.lists * width)))
+        return TileBatch(
+            plan=plan,
+            indices=torch.empty((tiles, self.lists, capacity), dtype=torch.int32, device=device),
+            counts=torch.zeros((tiles, self.lists), dtype=torch.int32, device=device),
+            scores=make_scores(rows, self.lists, width, device),
+            topk=make_topk_workspace(rows, self.lists, width, capacity, device),
+        )
+
+    def _shape(self, plan: TilePlan, max_pages: int) -> tuple[int, int]:
+        """Tokens of a row of scores, and of a list.
+
+        Kernels are compiled for shapes, so there are few: powers of two up to the longest context.
+        """
+        from sglang_sparse_kernels.common import next_power_of_2
+        from sglang_sparse_kernels.tiles import tile_budget
+
+        if self.impl == "torch":
+            return _aligned(plan.max_tail), plan.max_units
+        width = max(_LEAST_WIDTH, next_power_of_2(plan.max_tail))
+        width = min(width, _aligned(max_pages * self.page_size))
+        most = tile_budget(width, floor=self.choice.floor, fraction=self.choice.fraction)
+        return width, _aligned(most)
+
+    def warm_up(self, max_pages: int) -> None:
+        """Run every kernel once in every shape, so that no prompt waits while one is compiled.
+
+        Args:
+            max_pages: columns of the page tables to come.
+        """
+        import torch
+
+        if self.impl == "torch":
+            return
+        programs = self.programs.values()
+        kinds = {(p.role.selects, p.attends, p.head_map is None): p.layer for p in programs}
+        keys = next(iter(programs)).k
+        table = torch.zeros((1, max_pages), dtype=torch.int32, device=keys.device)
+        # The last tiles of a context of each width; all of its pages are the first one.
+        longest, width = max_pages * self.page_size, _LEAST_WIDTH
+        while width < 2 * longest:
+            for tiles in _FEW_TILES, _MANY_TILES:
+                new = min(tiles * self.tile_tokens, longest)
+                q = keys.new_zeros((new, self.query_heads, keys.shape[2]))
+                batch = self.plan(table, [min(width, longest) - new], [new], [])
+                if batch is not None:
+                    for layer in kinds.values():
+                        self.run(batch, layer, q, scaling=1.0, logit_cap=0.0)
+            width *= 2
+
+    def run(
+        self, batch: TileBatch, layer: int, q: torch.Tensor, *, scaling: float, logit_cap: float
+    ) -> torch.Tensor:
+        """Select, if the layer does, and attend, unless it attends to everything.
+
+        Args:
+            batch: from :meth:`plan`.
+            layer: global id of a layer that selects or reuses.
+            q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
+            scaling: factor on q.k.
+            logit_cap: soft cap on logits, 0 for none.
+
+        Returns:
+            [tokens, q_heads, head_dim]; zeros if the layer attends to everything.
+        """
+        import torch
+
+        from sglang_sparse_kernels.records import Lists, Softmax
+
+        program, plan = self.programs[layer], batch.plan
+        step = TileStep(
+            batch=batch,
+            q=q,
+            kv=program.kv(plan.rows.page_table, self.page_size),
+            lists=Lists(batch.indices, batch.counts, plan.rows.request_slots, 1, program.head_map),
+            softmax=Softmax(scaling, logit_cap),
+            out=torch.zeros(q.shape, dtype=q.dtype, device=q.device),
+        )
+        for stage in self.stages[layer]:
+            stage.run(step)
+        return step.out
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
