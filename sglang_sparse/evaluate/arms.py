@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: dense, and budgets, each by what a request asks for."""
+"""What is compared: dense, and budgets, each by what a request asks for.
+
+All arms run on one server and share its prefix cache. The cache keeps them apart by what they ask
+for: what one arm decoded is no prefix of another's prompts.
+"""
 
 from __future__ import annotations
 

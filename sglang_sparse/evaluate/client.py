@@ -120,6 +120,9 @@ class Server:
         """
         body = {
             "input_ids": prompt,
+            # A text's windows may begin alike. Of prompts of one length none goes on where another
+            # was decoded, so every prompt is one that a prefill computed; arms share it.
+            "extra_key": f"sglang-sparse eval: {len(prompt)} tokens",
             "sampling_params": {
                 "temperature": 0,
                 "max_new_tokens": len(forced),

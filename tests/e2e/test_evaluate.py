@@ -19,6 +19,9 @@ from live_server import MODEL, LiveServer
 from typer.testing import CliRunner
 
 from sglang_sparse.cli import app
+from sglang_sparse.evaluate.arms import Arm, make_arms
+from sglang_sparse.evaluate.client import Server
+from sglang_sparse.evaluate.forcing import serialized
 from sglang_sparse.research.export import load
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -62,6 +65,22 @@ def perplexity_of_the_model() -> float:
         last = DECODED - 1
         losses.append(float(F.cross_entropy(logits[-last:], row[0, -last:])))
     return math.exp(sum(losses) / len(losses))
+
+
+def test_what_was_decoded_under_an_arm_is_no_prefix_of_a_longer_window(live: LiveServer) -> None:
+    client = Server(live.url)
+    ids = FileEncoder(MODEL).encode((ROOT / "LICENSE").read_text())
+    arms, processor = make_arms(["128", "256"], client.state), serialized()
+
+    def reused(end: int, decoded: int, arm: Arm) -> int:
+        before = live.sparse_state()["plane_reuse"]["tokens"]
+        client.forced_logprobs(ids[:end], ids[end : end + decoded], arm, processor)
+        return int(live.sparse_state()["plane_reuse"]["tokens"] - before)
+
+    live.flush()
+    assert reused(640, 130, arms[1]) == 0
+    # The next window goes on through what was decoded; its prompt is a prefill's, once for all.
+    assert [reused(800, 2, arm) for arm in (*arms, arms[1])] == [0, 768, 768, 768]
 
 
 def test_dense_and_budgets_from_one_server_in_one_table(live: LiveServer, tmp_path: Path) -> None:

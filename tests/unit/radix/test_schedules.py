@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from radix_harness import VOCAB, MemorySide, UpdatePlanes
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_kernels.planes import by_page
@@ -62,7 +63,6 @@ class Schedules(RuleBasedStateMachine):
 
     side: MemorySide
     history: list[list[int]]
-    conversations: list[list[int]]
 
     @initialize(
         page_size=st.sampled_from((16, 32)),
@@ -88,7 +88,6 @@ class Schedules(RuleBasedStateMachine):
             *(SparseFrom(sparse_prefill, sparse_decode, budget) for budget in (128, 256)),
         ]
         self.history = []
-        self.conversations = []
         self.forwards = 0
         update = self.side.update_planes
         if self.mutate is not None:
@@ -128,21 +127,39 @@ class Schedules(RuleBasedStateMachine):
         self.history.append(prompt)
         self.side.prefill(chunk, overlap=overlap)
 
-    @precondition(lambda self: self.can_submit and self.conversations)
+    @precondition(lambda self: self.can_submit)
     @rule(
-        earlier=st.integers(0, 100),
+        fresh=st.sampled_from((16, 35, 90)),
+        modes=st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)),
+        steps=st.sampled_from((20, 40)),
         chunk=st.sampled_from(CHUNKS),
-        mode=st.integers(0, 2),
-        extra_key=TENANTS,
     )
-    def go_on(self, earlier, chunk, mode, extra_key):
-        """The next turn of a conversation, in the mode of the last one or in another."""
-        # The last few are the most likely to be cached.
-        known = self.conversations[-1 - earlier % min(3, len(self.conversations))]
-        limit = 2 * self.max_prompt_pages * self.side.page_size
-        prompt = known[: limit - 3] + self.random_tokens(3)
-        self.side.submit(prompt, sparse=self.modes[mode], extra_key=extra_key)
-        self.side.prefill(chunk)
+    def converse(self, fresh, modes, steps, chunk):
+        """Turns one after the other, beside whatever else runs, each in a mode of its own."""
+        conversation: list[int] = []
+        for mode in modes:
+            limit = 2 * self.max_prompt_pages * self.side.page_size
+            prompt = [*conversation, *self.random_tokens(3 if conversation else fresh)]
+            if len(prompt) > limit or not self.can_submit:
+                return
+            req = self.side.submit(prompt, sparse=self.modes[mode])
+            while (req in self.side.waiting or req is self.side.chunked) and self.side.prefill(
+                chunk
+            ):
+                self.side.check()
+            for _ in range(steps):
+                if req in self.running_reqs:
+                    self.side.decode()
+                    self.side.check()
+            if req not in self.running_reqs:  # no memory for it
+                return
+            conversation = [*req.origin_input_ids, *req.output_ids]
+            self.side.decode(finish=self.running_reqs.index(req))
+            self.side.check()
+
+    @property
+    def running_reqs(self) -> list[Req]:
+        return [] if self.side.running is None else self.side.running.reqs
 
     @precondition(lambda self: self.side.waiting or self.side.chunked is not None)
     @rule(chunk=st.sampled_from(CHUNKS), overlap=st.booleans())
@@ -161,8 +178,7 @@ class Schedules(RuleBasedStateMachine):
     def finish(self, index, overlap):
         if self.side.running is not None:
             req = self.side.running.reqs[index % len(self.side.running.reqs)]
-            self.conversations.append([*req.origin_input_ids, *req.output_ids])
-            self.history.append(self.conversations[-1])
+            self.history.append([*req.origin_input_ids, *req.output_ids])
         self.side.decode(finish=index, overlap=overlap)
 
     @precondition(lambda self: self.side.chunked is not None)
