@@ -126,20 +126,3 @@ def test_metrics_tell_anchors_from_the_layers_that_reuse_their_lists(
             ("kv_tokens_attended_total", attended),
         ):
             assert after[name, role] - before.get((name, role), 0) == layers * tokens, (name, role)
-
-
-def test_a_dense_request_takes_no_prefix_over_from_a_sparse_one(
-    server: Server, prompts: list[list[int]]
-) -> None:
-    prompt = prompts[1][:900]
-    want = answers_one_by_one(server("dense"), [prompt])
-    live = server("kascade")
-    live.flush()
-    live.generate([prompt], TOKENS, ignore_eos=True)
-    dense = {"custom_params": {"sparse": {"mode": "dense"}}}
-    first = live.generate([prompt], TOKENS, ignore_eos=True, **dense)
-    assert first[0]["meta_info"]["cached_tokens"] == 0
-    assert token_ids(first) == want
-    again = live.generate([prompt], TOKENS, ignore_eos=True, **dense)
-    assert again[0]["meta_info"]["cached_tokens"] > 0
-    assert token_ids(again) == want
