@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from _options import running
 from locust import LoadTestShape
 
 PERIOD_SECONDS, BURST_SECONDS = 30, 10
@@ -14,10 +15,9 @@ class Burst(LoadTestShape):
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        options = self.runner.environment.parsed_options
-        users, seconds = options.num_users or 16, options.run_time or 120
-        now = self.get_run_time()
-        if now >= seconds:
+        now_running = running(self)
+        if now_running is None:
             return None
+        users, _, now = now_running
         calm = now % PERIOD_SECONDS >= BURST_SECONDS
         return max(1, users // 8) if calm else users, float(users)

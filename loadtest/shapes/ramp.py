@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from _options import running
 from locust import LoadTestShape
 
 
@@ -12,9 +13,8 @@ class Ramp(LoadTestShape):
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        options = self.runner.environment.parsed_options
-        users, seconds = options.num_users or 16, options.run_time or 120
-        now = self.get_run_time()
-        if now >= seconds:
+        now_running = running(self)
+        if now_running is None:
             return None
+        users, seconds, now = now_running
         return max(1, round(users * now / seconds)), float(users)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from _options import running
 from locust import LoadTestShape
 
 
@@ -12,6 +13,5 @@ class Soak(LoadTestShape):
     use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
-        options = self.runner.environment.parsed_options
-        users, seconds = options.num_users or 8, options.run_time or 3600
-        return (users, float(users)) if self.get_run_time() < seconds else None
+        now_running = running(self, users=8, seconds=3600)
+        return None if now_running is None else (now_running[0], float(now_running[0]))
