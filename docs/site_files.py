@@ -15,7 +15,9 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
-    "*.md",
+    "README.md",
+    "DESIGN.md",
+    "CHANGELOG.md",
     "docs/*.md",
     "configs/reference/*/*.md",
     "kernels/bench/notes/*.md",

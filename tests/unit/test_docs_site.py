@@ -62,11 +62,13 @@ def test_search_finds_a_page_and_nothing_comes_from_another_host(address: str) -
         browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
-        page.goto(address)
+        # The search takes no input before its worker and index are there.
+        page.goto(address, wait_until="networkidle")
         expect(page.get_by_role("heading", name="sglang-sparse", level=1)).to_be_visible()
         picture = page.locator("img[src$='time-per-token.svg']")
         assert picture.evaluate("image => image.complete && image.naturalWidth > 0")
-        page.get_by_placeholder("Search").first.fill("custom_params")
+        # It listens to keys, and `fill` presses none.
+        page.get_by_placeholder("Search").first.press_sequentially("custom_params")
         found = page.locator(".md-search-result__link", has_text="Options of one request")
         expect(found.first).to_be_visible(timeout=30_000)
         found.first.click()
