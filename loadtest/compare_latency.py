@@ -38,6 +38,7 @@ CONFIGURATIONS = {
     "kascade": [*SPARSE, "--sparse-method", "kascade"],
     "kascade_sketch": [*SPARSE, "--sparse-method", "kascade_sketch"],
     "psa": [*SPARSE, "--sparse-method", "psa"],
+    "psa_sketch": [*SPARSE, "--sparse-method", "psa_sketch"],
 }
 START_SECONDS = 400
 

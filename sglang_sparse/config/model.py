@@ -34,7 +34,7 @@ from sglang_sparse.config.errors import InvalidConfig, shorten
 
 # The key of each budget that says how much a list holds at least.
 _LEAST_KEYS = {"tokens": "tokens", "fraction": "floor", "mass": "cap"}
-# Every ranked unit is compared with every other.
+# One program of the device sorts all ranked units of a KV head.
 MOST_RANKED_UNITS = 4096
 
 
