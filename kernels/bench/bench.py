@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from cases import CHANNELS, LayerData, Shape
 from kascade import DecodeCase
-from psa import PARTS, UNIT, MassCase
+from mass_cases import PSA, MassCase
+from psa import PARTS
 from run import (
     UNITS,
     Bench,
@@ -85,7 +86,7 @@ def bench_mass(bench: Bench, shape: Shape, part: float) -> None:
     name = f"psa, mass in {part:.0%}"
     print(f"{name} {shape.context} x {shape.batch} is right: {case.check()}", flush=True)
     dense_us = bench.add(f"flashinfer dense, {name}", shape, dense_calls(case), shape.dense_bytes)
-    blocks = shape.batch * shape.heads * -(-shape.context // UNIT)
+    blocks = shape.batch * shape.heads * -(-shape.context // PSA.unit)
     # Both ends of each block's digest, and no fewer blocks than hold the mass.
     moved = blocks * 2 * shape.dim * shape.dtype.itemsize + part * shape.dense_bytes
     calls = [partial(case.step, layer) for layer in case.layers]

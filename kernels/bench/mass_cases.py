@@ -4,15 +4,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
-from cases import ALWAYS, LayerData, PlannedBatch, Shape
+from cases import ALWAYS, CHANNELS, LayerData, PlannedBatch, Shape
 from timing import time_calls
 
 from sglang_sparse_kernels import (
     COUNTERS,
     Attend,
     AttendUntil,
+    KeySketch,
     Lists,
     MassStop,
     PageCuboids,
@@ -21,6 +23,7 @@ from sglang_sparse_kernels import (
     Rank,
     Scores,
     Select,
+    SketchScore,
     Stage,
     decode_step,
     make_progressive_workspace,
@@ -34,9 +37,7 @@ from sglang_sparse_kernels.attend import kernel as attend_kernel
 from sglang_sparse_kernels.progressive import kernel as progressive_kernel
 from sglang_sparse_kernels.progressive.reference import forced_units, prologue_units
 
-UNIT = 32
-CAP_UNITS = 512
-EPSILON = 0.95
+BLOCK = 32  # neighbouring tokens that are alike in their part of the mass
 REPEATS = 10
 # Calls that a timed graph holds at least, so that to start it, some 10 us, is no part of a call.
 CALLS = 32
@@ -45,6 +46,29 @@ CALLS = 32
 TURNS = (0.015, 0.05, 0.229)
 # Splits of the fixed budget's kernel that are tried beside its own, for 16 requests and for one.
 SPLITS = {16: (4, 6, 8, 10), 1: (16, 48, 64)}
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a preset ranks, and when it stops.
+
+    ``unit`` tokens are ranked together, by the cuboid-mean of pages, or single ones by the key
+    sketch; ``cap`` tokens at most, until the ``share`` of a group's heads is ``epsilon``.
+    """
+
+    unit: int
+    cap: int
+    epsilon: float
+    share: Literal["min", "mean"]
+
+    @property
+    def cap_units(self) -> int:
+        """Units that are ranked at most."""
+        return self.cap // self.unit
+
+
+PSA = Method(unit=32, cap=16_384, epsilon=0.95, share="min")
+PSA_SKETCH = Method(unit=1, cap=2048, epsilon=0.98, share="mean")
 
 
 @dataclass(frozen=True)
@@ -58,6 +82,7 @@ class MassLayer(LayerData):
     reached: torch.Tensor
     expected: torch.Tensor
     direction: torch.Tensor
+    channels: torch.Tensor
 
 
 class MassCase(PlannedBatch):
@@ -69,32 +94,40 @@ class MassCase(PlannedBatch):
         parts: list[float],
         layers: int,
         microbatch: int,
+        method: Method = PSA,
     ) -> None:
-        budget = CAP_UNITS * UNIT
-        super().__init__(replace(shape, budget=budget, scattered=True), UNIT, torch.device("cuda"))
-        self.parts, self.microbatch = parts, microbatch
+        shape = replace(shape, budget=method.cap, scattered=True)
+        super().__init__(shape, method.unit, torch.device("cuda"))
+        self.parts, self.microbatch, self.method = parts, microbatch, method
         rows, heads = shape.batch, shape.heads * shape.group
         pairs = [self._random_layer() for _ in range(layers)]
         self.layers = [pair[step] for step in (0, 1) for pair in pairs]
-        units = -(-shape.context // UNIT)
         self.selected_counts = torch.zeros((rows, shape.heads), dtype=torch.int32, device="cuda")
         self.own_rows = torch.arange(rows, dtype=torch.int32, device="cuda")
-        self.stop = MassStop(ALWAYS, microbatch, "min", torch.full((rows,), EPSILON, device="cuda"))
+        epsilons = torch.full((rows,), method.epsilon, device="cuda")
+        self.stop = MassStop(ALWAYS, microbatch, method.share, epsilons)
         self.counters = torch.zeros(len(COUNTERS), dtype=torch.int64, device="cuda")
-        self.topk = make_topk_workspace(rows, shape.heads, units, CAP_UNITS, "cuda")
-        chunks = num_chunks(CAP_UNITS, UNIT, microbatch)
+        self.topk = make_topk_workspace(rows, shape.heads, self.max_units, method.cap_units, "cuda")
+        chunks = num_chunks(method.cap_units, self.unit, microbatch)
         self.workspace = make_progressive_workspace(
             rows, heads, shape.heads, shape.dim, chunks, "cuda"
         )
         self.fixed_workspace = make_workspace(rows, heads, shape.heads, shape.dim, "cuda")
         self.turn_by(TURNS[1])
 
+    @property
+    def max_units(self) -> int:
+        """Units of a row, and what rounds them up to whole block maxima."""
+        return -(-self.shape.context // self.unit // 16) * 16
+
     def turn_by(self, turn: float) -> None:
         """Draw every step's query anew, and take each step twice.
 
-        A query lies along the heavy keys' direction, and is turned elsewhere by ``turn``.
+        A query lies along the heavy keys' direction, and is turned elsewhere by ``turn``. Channels
+        of a sketch are chosen here alone: in 63 of 64 steps they are kept.
         """
         s = self.shape
+        self.plan.refresh.fill_(1)
         for layer in self.layers:
             there = torch.randn((s.batch, s.heads, s.group, s.dim), device="cuda")
             there = torch.nn.functional.normalize(there, dim=-1) * turn
@@ -102,6 +135,7 @@ class MassCase(PlannedBatch):
             layer.q.copy_(q.flatten(1, 2).to(s.dtype))
         for layer in 2 * self.layers:
             self.step(layer)
+        self.plan.refresh.zero_()
 
     def _random_layer(self) -> tuple[MassLayer, MassLayer]:
         """Two steps of a layer."""
@@ -112,7 +146,7 @@ class MassCase(PlannedBatch):
         direction = torch.nn.functional.normalize(
             torch.randn((s.batch, s.heads, s.dim), device="cuda"), dim=-1
         )
-        blocks = -(-s.context // UNIT)
+        blocks = -(-s.context // BLOCK)
         for row, part in enumerate(self.parts):
             heavy = max(1, round(part * blocks))
             # A heavy block has so many times the mass of a light one.
@@ -122,30 +156,32 @@ class MassCase(PlannedBatch):
                 chosen = torch.randperm(blocks, device="cuda")[:heavy]
                 spread = torch.randn(heavy, device="cuda") * 0.5
                 logit[chosen, head] = torch.tensor(times).log() + spread - spread.exp().mean().log()
-            amount = logit.repeat_interleave(UNIT, 0)[: s.context] * s.dim**0.5 / 8
+            amount = logit.repeat_interleave(BLOCK, 0)[: s.context] * s.dim**0.5 / 8
             at = self.slots[row, : s.context]
             for head in range(s.heads):
                 k[at, head] += (amount[:, head, None] * direction[row, head]).to(s.dtype)
+        of_pages = self.unit > 1
         planes = PlaneBuffers.allocate(
-            s.planes, page_minmax=False, key_sketch=None, page_mean=True, logical_page=UNIT,
-            device="cuda",
+            s.planes, page_minmax=False, key_sketch=None if of_pages else s.sketch,
+            page_mean=of_pages, device="cuda", **({"logical_page": self.unit} if of_pages else {}),
         )  # fmt: skip
-        units = -(-blocks // 16) * 16
+        cap_units = self.method.cap_units
 
         def lists(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device="cuda")
 
         expected = lists(s.batch + 1, s.heads)
+        channels = lists(s.batch + 1, s.heads, CHANNELS)
 
         def step() -> MassLayer:
             q = torch.zeros((s.batch, s.heads * s.group, s.dim), dtype=s.dtype, device="cuda")
             return MassLayer(
                 q=q, k=k, v=v, planes=planes, out=torch.empty_like(q),
-                scores=make_scores(s.batch, s.heads, units, "cuda"),
-                selected=lists(s.batch, s.heads, CAP_UNITS),
-                indices=lists(s.batch + 1, s.heads, CAP_UNITS),
+                scores=make_scores(s.batch, s.heads, self.max_units, "cuda"),
+                selected=lists(s.batch, s.heads, cap_units),
+                indices=lists(s.batch + 1, s.heads, cap_units),
                 ranked=lists(s.batch + 1, s.heads), reached=lists(s.batch + 1, s.heads),
-                expected=expected, direction=direction,
+                expected=expected, direction=direction, channels=channels,
             )  # fmt: skip
 
         first = step()
@@ -153,16 +189,20 @@ class MassCase(PlannedBatch):
         return first, step()
 
     def score_stage(self, layer: MassLayer) -> Stage:
-        """Score blocks by their cuboid-mean."""
+        """Score blocks by their cuboid-mean, or tokens by the key sketch."""
+        size = self.shape.page_size
+        if layer.planes.key_sketch is not None:
+            sketch = KeySketch(layer.planes.key_sketch[0], None, size)
+            return SketchScore(sketch, layer.channels, "max", layer.scores)
         low, high = layer.planes.page_mean_low, layer.planes.page_mean_high
         assert low is not None
         assert high is not None
-        pages = PageCuboids(low[0], high[0], UNIT, self.shape.page_size)
+        pages = PageCuboids(low[0], high[0], self.unit, size)
         return PageScore(pages, "max", layer.scores)
 
     def rank_stage(self, layer: MassLayer) -> Stage:
         """Select as many blocks as may be ranked, and rank them."""
-        selected = Lists(layer.selected, self.selected_counts, self.own_rows, UNIT)
+        selected = Lists(layer.selected, self.selected_counts, self.own_rows, self.unit)
         return Rank(layer.scores, ALWAYS, self.topk, selected, layer.ranked)
 
     def attend_stage(self, layer: MassLayer) -> Stage:
@@ -240,7 +280,7 @@ class MassCase(PlannedBatch):
         first: tuple[torch.Tensor, torch.Tensor] | None = None
         for repeat in range(REPEATS):
             if repeat:  # what is expected must change nothing
-                layer.expected.random_(-2, (1 + CAP_UNITS * UNIT // self.microbatch) // repeat)
+                layer.expected.random_(-2, (1 + self.method.cap // self.microbatch) // repeat)
             layer.indices.fill_(-1)
             layer.reached.fill_(-1)
             layer.out.fill_(float("nan"))
@@ -255,7 +295,7 @@ class MassCase(PlannedBatch):
         assert first is not None
         differ = (layer.reached[1:] - first[1]).abs()
         # A share within rounding of epsilon may stop one stop check earlier or later.
-        assert int(differ.max()) <= self.microbatch // UNIT, "stops"
+        assert int(differ.max()) <= self.microbatch // self.unit, "stops"
         error = float((first[0].float() - layer.out.float()).norm() / layer.out.float().norm())
         assert error < 2e-2, f"attention: relative error {error}"
         return {"error": error, "other_stops": float((differ > 0).float().mean())}
@@ -263,8 +303,8 @@ class MassCase(PlannedBatch):
     def surprises(self) -> dict[str, float]:
         """How far what was expected lies from what was taken, in microbatches, over two steps."""
         tail = self.plan.seq_lens - self.plan.tail_start
-        forced = forced_units(int(self.plan.tail_start[0]), UNIT, ALWAYS)
-        before = prologue_units(forced, self.microbatch // UNIT) * UNIT
+        forced = forced_units(int(self.plan.tail_start[0]), self.unit, ALWAYS)
+        before = prologue_units(forced, self.microbatch // self.unit) * self.unit
         parts = -(-(tail + before) // min(progressive_kernel.TILE, self.microbatch))
         over, moved, taken, extended = [], [], [], []
         for _ in range(2):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from cases import Shape
-from mass_cases import CAP_UNITS, EPSILON, TURNS, UNIT, MassCase, spread, timed
+from mass_cases import PSA, TURNS, MassCase, spread, timed
 from run import commit, dense_calls, rotation, versions
 from timing import copy_bandwidth, launches
 
@@ -48,7 +48,7 @@ def measure(
 ) -> dict[str, Any]:
     """Check and time one case."""
     torch.manual_seed(context + len(parts))
-    shape = Shape(context=context, batch=len(parts), budget=CAP_UNITS * UNIT // 4)
+    shape = Shape(context=context, batch=len(parts), budget=PSA.cap // 4)
     case = MassCase(shape, parts, min(rotation(shape), 8), microbatch)
     row: dict[str, Any] = {
         "case": name, "context": context, "batch": len(parts), "microbatch": microbatch,
@@ -75,7 +75,7 @@ def measure_turn(
         "turn": turn,
         "blocks": {
             "mean": float(reached.mean()), "least": float(reached.min()),
-            "most": float(reached.max()), "of": -(-case.shape.context // UNIT),
+            "most": float(reached.max()), "of": -(-case.shape.context // PSA.unit),
         },
         "expected": case.surprises(),
     }  # fmt: skip
@@ -129,8 +129,8 @@ def main() -> None:
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "commit": args.commit or commit(),
         "versions": versions(),
-        "copy_bytes_per_second": copy_bandwidth(), "epsilon": EPSILON, "unit": UNIT,
-        "cap_units": CAP_UNITS, "rows": [],
+        "copy_bytes_per_second": copy_bandwidth(), "epsilon": PSA.epsilon, "unit": PSA.unit,
+        "cap_units": PSA.cap_units, "rows": [],
     }  # fmt: skip
     mixed = [LONG] + [SHORT] * 15
     if args.quick:

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what context on PSA's attention step is no slower than FlashInfer's dense one.
+"""From what context on an attention step of PSA's presets is no slower than FlashInfer's dense one.
 
-``python kernels/bench/psa_crossover.py --out psa-crossover.json [--quick]``
+``python kernels/bench/psa_crossover.py --out psa-crossover.json [--quick] [--presets psa]``
 
 Keys are the heavy-tailed ones of ``psa.py``: 95 % of each query head's attention mass lies in 2, 5
-or 10 % of the blocks. Every case is checked against the reference before it is timed. Between two
-contexts the difference to dense is taken to be linear. A preset has one ``min_sparse_tokens`` for
-all batch sizes, so the longest crossover of the turns in ``DECIDING`` counts, rounded up. That of
-the largest turn, under which stops move by two thirds from one step to the next, stands beside it.
+or 10 % of the blocks of 32 tokens. Every case is checked against the reference before it is timed.
+Between two contexts the difference to dense is taken to be linear. A preset has one
+``min_sparse_tokens`` for all batch sizes, so the longest crossover of the turns in ``DECIDING``
+counts, rounded up. That of the largest turn, under which stops move by two thirds from one step to
+the next, stands beside it.
 """
 
 import argparse
 import json
 import time
+from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import Shape
-from mass_cases import CAP_UNITS, EPSILON, TURNS, UNIT, MassCase, timed
+from mass_cases import PSA, PSA_SKETCH, TURNS, MassCase, Method, timed
 from psa import PARTS
 from run import commit, dense_calls, rotation, versions
 
-CONTEXTS = tuple(1024 * k for k in (8, 12, 16, 20, 24, 28, 32, 48))
+PRESETS = {"psa": PSA, "psa_sketch": PSA_SKETCH}
+CONTEXTS = tuple(1024 * k for k in (8, 12, 16, 20, 24, 28, 32, 48, 64, 96))
 BATCHES = (1, 8, 16)
 DECIDING = TURNS[:2]
 STEP = 1024
@@ -55,19 +58,21 @@ def threshold(found: list[float | None]) -> int | None:
     return int(-(-max(reached) // STEP) * STEP)
 
 
-def measure(context: int, batch: int, part: float, replays: int) -> dict[str, Any]:
-    """Check and time one case: dense attention, and PSA's step at every turn."""
+def measure(method: Method, context: int, batch: int, part: float, replays: int) -> dict[str, Any]:
+    """Check and time one case: dense attention, and a preset's step at every turn."""
     torch.manual_seed(context + batch)
-    shape = Shape(context=context, batch=batch, budget=min(CAP_UNITS * UNIT // 4, context))
-    case = MassCase(shape, [part] * batch, min(rotation(shape), 8), 128)
+    shape = Shape(context=context, batch=batch, budget=min(method.cap // 4, context))
+    case = MassCase(shape, [part] * batch, min(rotation(shape), 8), 128, method)
     row: dict[str, Any] = {"context": context, "batch": batch, "part": part} | case.check()
+    row["rank_us"] = timed([partial(case.rank, layer) for layer in case.layers], replays)
     row["dense_us"] = timed(dense_calls(case), replays)
     row["turns"] = []
     for turn in TURNS:
         case.turn_by(turn)
         reached = torch.stack([layer.reached[1:] for layer in case.layers]).float()
         step = timed([partial(case.step, layer) for layer in case.layers], replays)
-        row["turns"].append({"turn": turn, "step_us": step, "blocks": float(reached.mean())})
+        tokens = float(reached.mean()) * method.unit
+        row["turns"].append({"turn": turn, "step_us": step, "tokens": tokens})
     return row
 
 
@@ -94,38 +99,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
     parser.add_argument("--quick", action="store_true", help="two contexts of one request")
+    parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=list(PRESETS))
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     args = parser.parse_args()
     begin, replays = time.monotonic(), 5 if args.quick else 20
     contexts, batches = (CONTEXTS[::6], BATCHES[:1]) if args.quick else (CONTEXTS, BATCHES)
-    rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "commit": args.commit or commit(),
-        "versions": versions(), "epsilon": EPSILON, "unit": UNIT, "cap_units": CAP_UNITS,
-        "deciding_turns": DECIDING, "rows": rows,
+        "versions": versions(), "deciding_turns": DECIDING, "presets": {},
     }  # fmt: skip
-    for batch in batches:
-        for context in contexts:
-            for part in PARTS:
-                row = measure(context, batch, part, replays)
-                rows.append(row)
-                steps = "  ".join(
-                    f"{t['step_us']:.1f} ({row['dense_us'] / t['step_us']:.2f} x)"
-                    for t in row["turns"]
-                )
-                print(
-                    f"{context // 1024:>3}K x {batch:<2} 95 % in {part:<4.0%} "
-                    f"dense {row['dense_us']:.1f} us, step at turns {TURNS}: {steps}",
-                    flush=True,
-                )
-                report |= {"seconds": time.monotonic() - begin} | summary(rows)
-                args.out.write_text(json.dumps(report, indent=1) + "\n")
-                torch.cuda.empty_cache()
-    for found in report["crossovers"]:
-        print("crossover", json.dumps(found))
-    print(
-        f"min_sparse_tokens {report['min_sparse_tokens']} "
-        f"(at the largest turn {report['at_the_largest_turn']})"
+    for preset in args.presets:
+        rows: list[dict[str, Any]] = []
+        for batch, context, part in product(batches, contexts, PARTS):
+            rows.append(measure(PRESETS[preset], context, batch, part, replays))
+            print(f"{preset:10} {told(rows[-1])}", flush=True)
+            found = asdict(PRESETS[preset]) | {"rows": rows} | summary(rows)
+            report["presets"][preset] = found
+            report["seconds"] = time.monotonic() - begin
+            args.out.write_text(json.dumps(report, indent=1) + "\n")  # what is measured is kept
+            torch.cuda.empty_cache()
+    for preset, found in report["presets"].items():
+        for each in found["crossovers"]:
+            print(preset, "crossover", json.dumps(each))
+        print(
+            f"{preset}: min_sparse_tokens {found['min_sparse_tokens']} "
+            f"(at the largest turn {found['at_the_largest_turn']})"
+        )
+
+
+def told(row: dict[str, Any]) -> str:
+    """A case in a line: times, and how many times faster than dense."""
+    steps = "  ".join(
+        f"{t['step_us']:.1f} ({row['dense_us'] / t['step_us']:.2f} x, {t['tokens']:.0f} tokens)"
+        for t in row["turns"]
+    )
+    return (
+        f"{row['context'] // 1024:>3}K x {row['batch']:<2} 95 % in {row['part']:<4.0%} dense "
+        f"{row['dense_us']:.1f} us, ranking {row['rank_us']:.1f}, step by turn: {steps}"
     )
 
 

@@ -89,6 +89,16 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
+    # A share of the mass over single tokens; everything else as shipped.
+    "psa_sketch": (
+        [
+            *SPARSE,
+            "psa_sketch",
+            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            "--disable-cuda-graph",
+        ],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
         [

@@ -18,7 +18,7 @@ from sglang_sparse.tasks import TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
-METHODS = ("sparcas", "page_minmax", "psa")
+METHODS = ("sparcas", "page_minmax", "psa", "psa_sketch")
 TOKENS = 8
 KV_HEADS = 4
 
@@ -110,7 +110,7 @@ def test_chat_answers_a_question_about_a_fact_thousands_of_tokens_back(
     assert right == len(samples)
 
 
-@pytest.mark.parametrize("name", ["sparcas", "psa"])
+@pytest.mark.parametrize("name", ["sparcas", "psa", "psa_sketch"])
 def test_batch_neighbours_do_not_change_answers(
     server: Server, prompts: list[list[int]], name: str
 ) -> None:

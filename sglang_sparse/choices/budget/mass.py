@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import Plane
 
-# Every ranked unit is compared with every other.
+# One program of the device sorts all ranked units of a KV head.
 MOST_RANKED_UNITS = 4096
 # Partial results of one pass over the rows; longer batches take several passes.
 _WORKSPACE_BYTES = 256 << 20

@@ -63,6 +63,12 @@ def test_every_shipped_preset_is_valid_and_is_what_its_file_says() -> None:
             assert config.model.name == ref.model
 
 
+def test_every_shipped_preset_is_what_its_method_means_on_its_model() -> None:
+    for ref in list_presets():
+        geometry = load_preset(ref.model, ref.name).model or UNKNOWN
+        assert resolve_with_source(ref.name, None, geometry).source == str(ref)
+
+
 def test_the_reference_presets_fit_the_reference_model() -> None:
     content = json.loads((configs_dir() / "reference" / "model" / "config.json").read_text())
     geometry = Geometry.from_hf_config(content, name="reference")
@@ -145,7 +151,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: kascade|kascade_sketch|page_minmax|psa|sparcas|custom",
+            "allowed: kascade|kascade_sketch|page_minmax|psa|psa_sketch|sparcas|custom",
         ],
     ),
     ("kaskade", None, ["--sparse-method kaskade: there is no such method", "sparcas|custom"]),

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy and KV touched of the reference model's presets, as they are shipped.
+
+``python -m sglang_sparse.research.preset_study --out presets.json [--table table.md]``
+
+Every setting is the preset's own: score, units, budget, sinks, recent tokens, dense layers. Cells
+that ``--out`` holds already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sglang_sparse.config import FirstDense, KeySketch, MassBudget, SparseConfig, load_preset
+from sglang_sparse.research.export import load
+from sglang_sparse.research.mass_study import MassStudy
+from sglang_sparse.research.policies import Kind, Policy
+from sglang_sparse.research.study import Study
+from sglang_sparse.tasks import TASKS, FileEncoder, wilson
+
+MODEL = "reference"
+PRESETS = ("psa", "psa_sketch", "sparcas", "page_minmax")
+KINDS: dict[str, Kind] = {
+    "key_sketch": "sparcas", "page_minmax": "page_minmax", "page_mean": "page_mean",
+}  # fmt: skip
+
+
+def policy_of(config: SparseConfig) -> Policy:
+    """The policy that a server's config is.
+
+    A server attends to the current token beside its list, a policy counts it in: as one token more,
+    and, in a page, as part of the last one.
+
+    Raises:
+        ValueError: no policy is what the config says.
+    """
+    score, budget, layers = config.score, config.budget, config.layers
+    fresh = not isinstance(score, KeySketch) or score.refresh_every == 1
+    plain = isinstance(layers, FirstDense) and config.cadence.every == 1 and fresh
+    mass = isinstance(budget, MassBudget)
+    if not plain or score.kind not in KINDS or (not mass and budget.fraction):
+        raise ValueError(f"no policy has {layers}, {score}, {budget} and {config.cadence}")
+    assert isinstance(layers, FirstDense)
+    own: dict[str, Any] = {"page": config.unit}
+    if isinstance(score, KeySketch):
+        own = {"channels": score.channels, "storage": score.storage}
+    if isinstance(budget, MassBudget):
+        margin = budget.margin if budget.estimator == "scored" else None
+        own |= {"epsilon": budget.epsilon, "microbatch": budget.microbatch, "margin": margin}
+        own |= {"share": budget.share}
+    return Policy(
+        KINDS[score.kind],
+        budget.floor + (1 if config.unit == 1 else 0),
+        sink=config.sink_tokens,
+        recent=config.recent_tokens + 1,
+        reduce=score.reduce,
+        dense_layers=layers.n,
+        **own,
+    )
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A Markdown table of a concluded study, a row a policy.
+
+    Accuracy is over all tasks and lengths, with its 95 % Wilson interval; tokens are a KV head's.
+    """
+    lines = [
+        "| | exact, % | of dense, % | the task that keeps least, % | KV tokens in a sparse layer "
+        "| over all layers | times less than dense, sparse layers | over all layers |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    dense = result["rows"]["dense"]
+    for name, row in result["rows"].items():
+        count = result["count"] * len(row["cells"])
+        low, high = wilson(round(row["exact"] * count), count)
+        tokens, whole = row["tokens"], row["tokens_over_all_layers"]
+        lines.append(
+            f"| {name} | {row['exact']:.1%} ({low:.1%} to {high:.1%}) "
+            f"| {row['kept']['mixed']:.1%} | {row['kept']['each_task']:.1%} "
+            f"| {tokens:,.0f} | {whole:,.0f} "
+            f"| {dense['tokens'] / tokens:.1f} | {dense['tokens_over_all_layers'] / whole:.2f} |"
+        )
+    return "\n".join(lines).replace("%", "") + "\n"
+
+
+def main() -> None:
+    """Run the study, write its cells, and print the table."""
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--table", type=Path, help="file for the table as Markdown")
+    p.add_argument("--presets", nargs="+", default=list(PRESETS))
+    p.add_argument("--count", type=int, default=192, help="samples a cell")
+    p.add_argument("--seed", type=int, default=5)
+    p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
+    p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    args = p.parse_args()
+    named = {name: policy_of(load_preset(MODEL, name)) for name in args.presets}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    study = Study(
+        load(args.model).to(device).eval(), FileEncoder(args.model), args.count, args.seed
+    )
+    (dense_layers,) = {policy.dense_layers for policy in named.values()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    mass = MassStudy(study, Policy(dense_layers=dense_layers), args.out)
+    mass.run(args.tasks, args.lengths, {"dense": Policy(), **named})
+    mass.conclude()
+    mass.save()
+    table = summary(mass.result)
+    if args.table is not None:
+        args.table.write_text(table)
+    print(table, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of the shipped presets measures what they say, and tells it in one table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_sparse.config import configs_dir, load_preset
+from sglang_sparse.research import preset_study
+from sglang_sparse.research.policies import Policy
+
+STUDY = configs_dir() / "reference" / "psa-report" / "tokens" / "mass.json"
+
+
+def test_the_sketch_preset_is_the_studys_best_configuration() -> None:
+    study = json.loads(STUDY.read_text())
+    best = study["rows"][study["best"]["mixed"]["mass"]]["policy"]
+    measured = Policy(**{k: tuple(v) if isinstance(v, list) else v for k, v in best.items()})
+    assert preset_study.policy_of(load_preset("reference", "psa_sketch")) == measured
+
+
+def test_psa_is_measured_as_it_is_shipped() -> None:
+    assert preset_study.policy_of(load_preset("reference", "psa")) == Policy(
+        "page_mean", budget=4096, sink=16, recent=33, page=32, dense_layers=1, epsilon=0.95,
+        microbatch=32, share="min",
+    )  # fmt: skip
+    assert preset_study.policy_of(load_preset("reference", "sparcas")) == Policy(
+        "sparcas", budget=257, sink=16, recent=33, dense_layers=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "preset"), [("reference", "kascade"), ("generic", "sparcas"), ("generic", "psa")]
+)
+def test_what_no_policy_is_cannot_be_measured(model: str, preset: str) -> None:
+    with pytest.raises(ValueError, match="no policy has"):
+        preset_study.policy_of(load_preset(model, preset))
+
+
+def test_the_command_measures_and_prints_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(configs_dir() / "reference" / "model"), "--count", "1"]
+    arguments += ["--lengths", "700", "--tasks", "passkey", "--presets", "psa", "psa_sketch"]
+    arguments += ["--out", str(tmp_path / "found.json"), "--table", str(tmp_path / "table.md")]
+    monkeypatch.setattr(sys, "argv", ["preset_study", *arguments])
+    preset_study.main()
+    table = (tmp_path / "table.md").read_text()
+    assert capsys.readouterr().out.endswith(table)
+    rows = {line.split("|")[1].strip(): line.split("|") for line in table.splitlines()[2:]}
+    assert set(rows) == {"dense", "psa", "psa_sketch"}
+    touched = {name: float(row[5]) for name, row in rows.items()}
+    assert 28 <= touched["psa_sketch"] < touched["psa"] < touched["dense"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["rows"]["psa"]["cells"][0]["task"] == "passkey"
