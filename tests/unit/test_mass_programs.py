@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_budget import attention_rounding, mass_rounding
 
 from sglang_sparse.backend.program import compile_programs, selecting_layers
 from sglang_sparse.backend.progressive import ProgressiveBuffers
 from sglang_sparse.backend.selection import Limits, SelectionBuffers, kept_sets
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.progressive.reference import BOUND_MARGIN
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
 
@@ -115,6 +117,18 @@ class Layers:
         reached = (weights * inside).sum(-1)
         return float((reached / (reached + left.sum(-1))).mean())
 
+    def products(self, layer: int, row: int, head: int) -> torch.Tensor:
+        """[group, tokens] sums of the absolute values of each logit's products."""
+        group = self.q[layer, row].view(HEADS, GROUP, DIM)[head]
+        return group.abs() @ self.rows(layer, row, head)[0].abs().T * DIM**-0.5
+
+    def rounding(
+        self, layer: int, row: int, head: int, weights: torch.Tensor, taken: torch.Tensor
+    ) -> torch.Tensor:
+        """[group, dim] how far two float32 attentions over ``taken`` may lie apart."""
+        weighted = weights @ self.rows(layer, row, head)[1][taken].abs()
+        return 2 * attention_rounding(self.products(layer, row, head), DIM, weighted)
+
     def rows(self, layer: int, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a request, [tokens, dim] each."""
         at = torch.arange(LENGTHS[row])
@@ -138,8 +152,9 @@ def test_reuse_layers_attend_to_what_their_anchor_reached(crossed: bool) -> None
             taken = layers.attended(1, row, 1 - head if crossed else head)
             kept = layers.weights(2, row, head)[:, taken]
             values = layers.rows(2, row, head)[1][taken]
-            want = kept / kept.sum(-1, keepdim=True) @ values
-            torch.testing.assert_close(out[row, head], want, rtol=1e-4, atol=1e-5)
+            kept = kept / kept.sum(-1, keepdim=True)
+            slack = layers.rounding(2, row, head, kept, taken)
+            assert ((out[row, head] - kept @ values).abs() <= slack).all()
     assert min(counts) < 64 < max(counts), "lists of one layer stop at different depths"
     assert set(layers.mass.report()) == {"0", "1"}
 
@@ -161,8 +176,9 @@ def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() 
     for row in range(len(LENGTHS)):
         taken = layers.attended(1, row, 0)
         kept = layers.weights(1, row, 0)[:, taken]
-        want = kept / kept.sum(-1, keepdim=True) @ layers.rows(1, row, 0)[1][taken]
-        torch.testing.assert_close(out[row, 0], want, rtol=1e-4, atol=1e-5)
+        kept = kept / kept.sum(-1, keepdim=True)
+        slack = layers.rounding(1, row, 0, kept, taken)
+        assert ((out[row, 0] - kept @ layers.rows(1, row, 0)[1][taken]).abs() <= slack).all()
 
 
 def test_an_estimate_by_score_is_what_each_heads_digests_say_of_the_pages_that_are_left() -> None:
@@ -174,8 +190,12 @@ def test_an_estimate_by_score_is_what_each_heads_digests_say_of_the_pages_that_a
         for head in range(HEADS):
             order = program.indices[row, head, : int(program.progression.ranked[row, head])]
             count = int(program.counts[row, head])
+            # What is left is raised by BOUND_MARGIN, so that a share of s is s * (1 - s) times that
+            # lower. Masses reached and left round, here and there, and a share has one of each.
+            masses = mass_rounding(layers.products(1, row, head), 2 * DIM)
+            slack = 0.8 * 0.2 * (BOUND_MARGIN + 4 * masses)
             stopped += count < len(order)
-            assert count == len(order) or layers.share(row, head, order[:count], 6.0) >= 0.8 - 1e-4
+            assert count == len(order) or layers.share(row, head, order[:count], 6.0) >= 0.8 - slack
             # The first page and the last are taken in any case, and one microbatch.
-            assert count <= 3 or layers.share(row, head, order[: count - 1], 6.0) < 0.8 + 1e-4
+            assert count <= 3 or layers.share(row, head, order[: count - 1], 6.0) < 0.8 + slack
     assert stopped

@@ -141,7 +141,7 @@ def _threshold(
 def _load_tile(
     p_scores, start, end, n, BT: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """(scores, units) [BT / VECTOR, VECTOR] from ``start`` on; from ``end`` on they are undefined."""
+    """(scores, units) [BT / VECTOR, VECTOR] from ``start`` on; from ``end`` on anything."""
     o_u = start + tl.arange(0, BT // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     # Splits begin and end with a block, and a row's last block may be readable whole.
     m_u = (start + tl.arange(0, BT // VECTOR) * VECTOR < end)[:, None]
