@@ -31,6 +31,15 @@ class KVArgs(NamedTuple):
     stride_table: int
 
 
+class PlanArgs(NamedTuple):
+    """The columns of a :class:`.plan.DecodePlan` that kernels read, a row of the batch each."""
+
+    seq_lens: torch.Tensor
+    tail_start: torch.Tensor
+    k_units: torch.Tensor
+    reselect: torch.Tensor
+
+
 def overlapping(row_heads: int) -> dict[str, bool]:
     """Launch options of a kernel that calls :func:`begin`, in a batch of so many rows times heads.
 
@@ -110,6 +119,26 @@ def scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP: tl.constexpr):
     else:
         b_s *= scale_log2
     return b_s
+
+
+@triton.jit
+def online_softmax(b_s, b_max, b_sum):
+    """One tile of a softmax: (weights, factor of what came before, largest logit, sum of weights).
+
+    ``b_s`` are logits for exp2, ``b_max`` and ``b_sum`` what the tiles before came to.
+    """
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    # A tile whose rows are all masked must not turn -inf - -inf into NaN.
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_shift[:, None])
+    b_alpha = tl.exp2(b_max - b_shift)
+    return b_p, b_alpha, b_new, b_sum * b_alpha + tl.sum(b_p, 1)
+
+
+@triton.jit
+def selects_anew(plan, i_r):
+    """Whether row ``i_r`` selects anew at this step."""
+    return (tl.load(plan.reselect + i_r) != 0) & (tl.load(plan.k_units + i_r) > 0)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import begin, cast, dot, overlapping, scaled_logits, slots_of
+from ..triton_ops import begin, cast, dot, online_softmax, overlapping, scaled_logits, slots_of
 from .types import num_splits
 
 ONE_TILE = tl.constexpr(64)
@@ -129,13 +129,7 @@ def attend_split_kernel(
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        # A tile whose rows are all masked must not turn -inf - -inf into NaN.
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
-        b_max = b_new
+        b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
@@ -178,15 +172,9 @@ def merge_splits_kernel(
 
 
 def gathered_decode_attention_triton(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: DecodePlan,
-    lists: Lists,
-    *,
-    softmax: Softmax,
-    out: torch.Tensor,
-    workspace: torch.Tensor,
-) -> None:
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
+    out: torch.Tensor, workspace: torch.Tensor,
+) -> None:  # fmt: skip
     """Launch :func:`attend_split_kernel` and, with several splits, :func:`merge_splits_kernel`.
 
     Raises:

@@ -147,17 +147,10 @@ def progressive_extend_kernel(
 
 
 def progressive_decode_attention_triton(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: DecodePlan,
-    ranking: Lists,
-    stop: MassStop,
-    state: StopState,
-    *,
-    softmax: Softmax,
-    out: torch.Tensor | None,
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
+    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
     workspace: ProgressiveWorkspace,
-) -> None:
+) -> None:  # fmt: skip
     """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
     count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
     group, unit, always = kv.group_of(q), ranking.unit, stop.always

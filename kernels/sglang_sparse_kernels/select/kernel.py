@@ -15,7 +15,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import BLOCK_UNITS, Always, Lists, Scores
-from ..triton_ops import begin, finite_scores, overlapping
+from ..triton_ops import begin, finite_scores, overlapping, selects_anew
 from .one_program import is_streamed
 from .search import (
     Domain,
@@ -49,21 +49,12 @@ def _tiles(width: int, capacity: int) -> tuple[int, int, int]:
 
 @triton.jit
 def block_max_kernel(
-    scores,
-    block_max,
-    tail_start,
-    k_units,
-    reselect,
-    width,
-    blocks,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BT: tl.constexpr,
+    scores, block_max, plan, width, blocks, H: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
+    if selects_anew(plan, i_r):
+        n = tl.cdiv(tl.load(plan.tail_start + i_r), UNIT)
         o_b = tl.program_id(1) * (BT // BLOCK) + tl.arange(0, BT // BLOCK)
         o_u = o_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         # [BT / BLOCK, BLOCK]
@@ -200,8 +191,8 @@ def find_block_max_triton(scores: Scores, plan: DecodePlan, *, unit: int) -> Non
     """Launch :func:`block_max_kernel`, one program a tile of a row and KV head."""
     rows, heads, width = scores.values.shape
     block_max_kernel[(rows * heads, triton.cdiv(width, BLOCK_MAX_TILE))](
-        scores.values, scores.block_max, plan.tail_start, plan.k_units, plan.reselect, width,
-        scores.block_max.shape[2], H=heads, UNIT=unit, BT=BLOCK_MAX_TILE, BLOCK=BLOCK_UNITS,
+        scores.values, scores.block_max, plan.args, width, scores.block_max.shape[2],
+        H=heads, UNIT=unit, BT=BLOCK_MAX_TILE, BLOCK=BLOCK_UNITS,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import cast, dot, scaled_logits, slots_of
+from ..triton_ops import cast, dot, online_softmax, scaled_logits, slots_of
 from .score_kernel import block_queries, load_queries
 from .types import TilePlan
 
@@ -85,13 +85,7 @@ def tile_attend_kernel(
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BM, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         b_s = tl.where(m_n[None, :] & (b_pos[None, :] <= o_p[:, None]), b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        # A tile whose rows are all masked must not turn -inf - -inf into NaN.
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
-        b_max = b_new
+        b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
@@ -103,14 +97,9 @@ def tile_attend_kernel(
 
 
 def tile_attention_triton(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: TilePlan,
-    lists: Lists,
-    *,
-    softmax: Softmax,
+    q: torch.Tensor, kv: KVView, plan: TilePlan, lists: Lists, *, softmax: Softmax,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Launch :func:`tile_attend_kernel`, one program a tile and KV head."""
     rows, heads, group = plan.rows, kv.num_heads, kv.group_of(q)
     tokens, stages, warps = ATTEND_TILE

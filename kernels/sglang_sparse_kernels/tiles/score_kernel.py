@@ -14,7 +14,14 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..records import BLOCK_UNITS, KVView, Scores, Softmax
-from ..triton_ops import dot, scaled_logits, slots_of, store_scores
+from ..triton_ops import (
+    dot,
+    online_softmax,
+    scaled_logits,
+    selects_anew,
+    slots_of,
+    store_scores,
+)
 from .types import TilePlan
 
 # (keys at a time, stages, warps) of each kernel.
@@ -96,10 +103,7 @@ def _add_sums(
         b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
         m_s = (o_n[None, :] <= o_p[:, None]) & (o_n < end)[None, :]
         b_s = tl.where(m_s, b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s - b_shift[:, None]), 1)
-        b_max = b_new
+        _, _, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
     return b_max, b_sum
 
 
@@ -108,11 +112,9 @@ def tile_lse_kernel(
     q,
     k_buffer,
     page_table,
-    seq_lens,
+    plan,
     first,
     q_rows,
-    k_units,
-    reselect,
     lse,
     stride_q,
     stride_table,
@@ -128,8 +130,8 @@ def tile_lse_kernel(
     STAGES: tl.constexpr,
 ):
     i_t, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    if (tl.load(reselect + i_t) != 0) & (tl.load(k_units + i_t) > 0):
-        seq_len = tl.load(seq_lens + i_t)
+    if selects_anew(plan, i_t):
+        seq_len = tl.load(plan.seq_lens + i_t)
         start = tl.load(first + i_t)
         o_m = tl.arange(0, BM)
         b_q = load_queries(q, tl.load(q_rows + i_t), seq_len - start, i_h, stride_q, G, BM, D)
@@ -165,12 +167,9 @@ def tile_pool_kernel(
     q,
     k_buffer,
     page_table,
-    seq_lens,
+    plan,
     first,
     q_rows,
-    tail_start,
-    k_units,
-    reselect,
     lse,
     out,
     block_max,
@@ -194,10 +193,10 @@ def tile_pool_kernel(
 ):
     # HEADS: KV heads that share a list.
     i_tl, i_t = tl.program_id(0).to(tl.int64), tl.program_id(0) // LISTS
-    if (tl.load(reselect + i_t) != 0) & (tl.load(k_units + i_t) > 0):
-        seq_len = tl.load(seq_lens + i_t)
+    if selects_anew(plan, i_t):
+        seq_len = tl.load(plan.seq_lens + i_t)
         start = tl.load(first + i_t)
-        n = tl.load(tail_start + i_t)
+        n = tl.load(plan.tail_start + i_t)
         q_row = tl.load(q_rows + i_t)
         o_m = tl.arange(0, BM)
         m_m = o_m < (seq_len - start) * G
@@ -250,18 +249,18 @@ def tile_score_triton(
         "PAGE": kv.page_size,
         "HAS_CAP": softmax.logit_cap > 0,
     }
-    keys = (q, kv.k, kv.page_table, rows.seq_lens, rows.update_start, plan.q_rows)
+    keys = (q, kv.k, kv.page_table, rows.args, rows.update_start, plan.q_rows)
     strides = (q.stride(0), kv.page_table.stride(0))
     tokens, stages, warps = SUM_TILE
     tile_lse_kernel[(tiles * heads,)](
-        *keys, rows.k_units, rows.reselect, lse, *strides, softmax.scale_log2, softmax.logit_cap,
+        *keys, lse, *strides, softmax.scale_log2, softmax.logit_cap,
         BN=tokens, STAGES=stages, num_warps=warps, **shapes,
     )  # fmt: skip
     tokens, stages, warps = POOL_TILE
     fill = programs_to_fill(q.device, 2) // (tiles * lists)
     splits = max(1, min(fill, triton.cdiv(width, tokens)))
     tile_pool_kernel[(tiles * lists, splits)](
-        *keys, rows.tail_start, rows.k_units, rows.reselect, lse, out.values, out.block_max,
+        *keys, lse, out.values, out.block_max,
         *strides, width, out.block_max.shape[2], softmax.scale_log2, softmax.logit_cap,
         LISTS=lists, HEADS=heads // lists, BLOCK=BLOCK_UNITS, BN=tokens, STAGES=stages,
         num_warps=warps, **shapes,
