@@ -100,6 +100,12 @@ def pages_of(p_table, o_p, m_p, PAGE: tl.constexpr):
 
 
 @triton.jit
+def row_table(kv, i_r):
+    """The part of a view's page table that is row ``i_r``'s."""
+    return kv.page_table + i_r.to(tl.int64) * kv.stride_table
+
+
+@triton.jit
 def slots_of(p_table, o_p, m_p, PAGE: tl.constexpr):
     """KV slots of logical positions ``o_p`` of a row; those of page 0 where ``m_p`` is not set.
 

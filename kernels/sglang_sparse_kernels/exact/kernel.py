@@ -18,6 +18,7 @@ from ..records import BLOCK_UNITS, KVView, Scores, Softmax
 from ..triton_ops import (
     dot,
     online_softmax,
+    row_table,
     scaled_logits,
     selects_anew,
     slots_of,
@@ -34,13 +35,11 @@ POOL_TILES_A_PROGRAM = 4
 @triton.jit
 def exact_logits_kernel(
     q,
-    k_buffer,
-    page_table,
+    kv,
     plan,
     logits,
     partials,
     stride_q,
-    stride_table,
     width,
     scale_log2,
     logit_cap,
@@ -66,7 +65,7 @@ def exact_logits_kernel(
         b_q = tl.load(p_q, mask=m_g[:, None], other=0.0)
         b_max = tl.full((BG,), float("-inf"), tl.float32)
         b_sum = tl.zeros((BG,), tl.float32)
-        p_table = page_table + i_r.to(tl.int64) * stride_table
+        p_table = row_table(kv, i_r)
         share = tl.cdiv(tl.cdiv(seq_len, splits), BN) * BN
         first = i_s * share
         for i_n in tl.range(first, tl.minimum(first + share, seq_len), BN, num_stages=STAGES):
@@ -75,7 +74,7 @@ def exact_logits_kernel(
             # [BN]
             o_k = (slots_of(p_table, o_n, m_n, PAGE).to(tl.int64) * H + i_h) * D
             # [BN, D]
-            b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+            b_k = tl.load(kv.k + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
             # [BG, BN]
             b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
             b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
@@ -167,8 +166,7 @@ def exact_score_triton(
             f"workspace holds {workspace.partials.numel()} partials, this batch needs {needed}"
         )
     exact_logits_kernel[(rows * heads, splits)](
-        q, kv.k, kv.page_table, plan.args, workspace.logits, workspace.partials, q.stride(0),
-        kv.page_table.stride(0), width,
+        q, kv.args, plan.args, workspace.logits, workspace.partials, q.stride(0), width,
         softmax.scale_log2, softmax.logit_cap,
         H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, PAGE=kv.page_size,
         BN=TILE_TOKENS, HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, num_warps=WARPS,

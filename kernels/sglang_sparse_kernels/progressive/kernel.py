@@ -26,7 +26,7 @@ from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import KVArgs, begin, overlapping
+from ..triton_ops import begin, overlapping
 from .finish_kernel import SLICES, Checks, Progress, progressive_finish_kernel
 from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
 from .work_kernel import (
@@ -171,8 +171,7 @@ def progressive_decode_attention_triton(
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
         Queries(q, q.stride(0), softmax.scale_log2, softmax.logit_cap),
-        KVArgs(kv.k, kv.v, kv.page_table, kv.page_table.stride(0)),
-        rows, Ranking(ranking.indices, ranking.capacity), chunks,
+        kv.args, rows, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
     check = (
         rows, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,

@@ -17,6 +17,7 @@ from ..records import BLOCK_UNITS, KVView, Scores, Softmax
 from ..triton_ops import (
     dot,
     online_softmax,
+    row_table,
     scaled_logits,
     selects_anew,
     slots_of,
@@ -110,14 +111,12 @@ def _add_sums(
 @triton.jit
 def tile_lse_kernel(
     q,
-    k_buffer,
-    page_table,
+    kv,
     plan,
     first,
     q_rows,
     lse,
     stride_q,
-    stride_table,
     scale_log2,
     logit_cap,
     H: tl.constexpr,
@@ -136,13 +135,13 @@ def tile_lse_kernel(
         o_m = tl.arange(0, BM)
         b_q = load_queries(q, tl.load(q_rows + i_t), seq_len - start, i_h, stride_q, G, BM, D)
         o_p = start + o_m // G
-        p_table = page_table + i_t.to(tl.int64) * stride_table
+        p_table = row_table(kv, i_t)
         b_max = tl.full((BM,), float("-inf"), tl.float32)
         b_sum = tl.zeros((BM,), tl.float32)
         # Every query sees all of [0, seen), so that no mask is needed there.
         seen = start // BN * BN
         b_max, b_sum = _add_sums(
-            b_q, b_max, b_sum, k_buffer, p_table, o_p, seen, seq_len, i_h, scale_log2, logit_cap,
+            b_q, b_max, b_sum, kv.k, p_table, o_p, seen, seq_len, i_h, scale_log2, logit_cap,
             H, BM, D, PAGE, BN, HAS_CAP, 1,
         )  # fmt: skip
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
@@ -151,12 +150,12 @@ def tile_lse_kernel(
         b_all = b_sum
         for i_n in tl.range(0, seen, BN, num_stages=STAGES):
             o_n = i_n + tl.arange(0, BN)
-            b_k = _load_keys(k_buffer, p_table, o_n, o_n < seen, i_h, H, D, PAGE, True)
+            b_k = _load_keys(kv.k, p_table, o_n, o_n < seen, i_h, H, D, PAGE, True)
             b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
             b_all += tl.sum(tl.exp2(b_s - b_max[:, None]), 1)
         if tl.max(b_all) == float("inf"):
             b_max, b_all = _add_sums(
-                b_q, b_max, b_sum, k_buffer, p_table, o_p, 0, seen, i_h, scale_log2, logit_cap,
+                b_q, b_max, b_sum, kv.k, p_table, o_p, 0, seen, i_h, scale_log2, logit_cap,
                 H, BM, D, PAGE, BN, HAS_CAP, 1,
             )  # fmt: skip
         tl.store(lse + tl.program_id(0).to(tl.int64) * BM + o_m, b_max + tl.log2(b_all))
@@ -165,8 +164,7 @@ def tile_lse_kernel(
 @triton.jit
 def tile_pool_kernel(
     q,
-    k_buffer,
-    page_table,
+    kv,
     plan,
     first,
     q_rows,
@@ -174,7 +172,6 @@ def tile_pool_kernel(
     out,
     block_max,
     stride_q,
-    stride_table,
     width,
     blocks,
     scale_log2,
@@ -205,7 +202,7 @@ def tile_pool_kernel(
         # A row without a query adds nothing: exp2(-inf) is 0.
         p_lse = lse + (i_t.to(tl.int64) * H + i_h) * BM + o_m
         b_lse = tl.load(p_lse, mask=m_m, other=float("inf")) - LIFT
-        p_table = page_table + i_t.to(tl.int64) * stride_table
+        p_table = row_table(kv, i_t)
         for i_b in tl.range(
             tl.program_id(1), tl.cdiv(n, BN), tl.num_programs(1), num_stages=STAGES
         ):
@@ -217,7 +214,7 @@ def tile_pool_kernel(
                     b_q = load_queries(q, q_row, seq_len - start, i_h + i_g, stride_q, G, BM, D)
                     b_lse = tl.load(p_lse + i_g * BM, mask=m_m, other=float("inf")) - LIFT
                 # [BN, D]
-                b_k = _load_keys(k_buffer, p_table, o_n, m_n, i_h + i_g, H, D, PAGE, False)
+                b_k = _load_keys(kv.k, p_table, o_n, m_n, i_h + i_g, H, D, PAGE, False)
                 # [BN, BM]: queries along the threads' registers, where they are added up.
                 b_s = _logits(
                     b_k, b_q, tl.zeros((BN, BM), tl.float32), scale_log2, logit_cap, HAS_CAP
@@ -249,11 +246,10 @@ def tile_score_triton(
         "PAGE": kv.page_size,
         "HAS_CAP": softmax.logit_cap > 0,
     }
-    keys = (q, kv.k, kv.page_table, rows.args, rows.update_start, plan.q_rows)
-    strides = (q.stride(0), kv.page_table.stride(0))
+    keys = (q, kv.args, rows.args, rows.update_start, plan.q_rows)
     tokens, stages, warps = SUM_TILE
     tile_lse_kernel[(tiles * heads,)](
-        *keys, lse, *strides, softmax.scale_log2, softmax.logit_cap,
+        *keys, lse, q.stride(0), softmax.scale_log2, softmax.logit_cap,
         BN=tokens, STAGES=stages, num_warps=warps, **shapes,
     )  # fmt: skip
     tokens, stages, warps = POOL_TILE
@@ -261,7 +257,7 @@ def tile_score_triton(
     splits = max(1, min(fill, triton.cdiv(width, tokens)))
     tile_pool_kernel[(tiles * lists, splits)](
         *keys, lse, out.values, out.block_max,
-        *strides, width, out.block_max.shape[2], softmax.scale_log2, softmax.logit_cap,
+        q.stride(0), width, out.block_max.shape[2], softmax.scale_log2, softmax.logit_cap,
         LISTS=lists, HEADS=heads // lists, BLOCK=BLOCK_UNITS, BN=tokens, STAGES=stages,
         num_warps=warps, **shapes,
     )  # fmt: skip
