@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+# Rows times KV heads up to which overlapping launches gain, as measured on one H200.
 OVERLAP_ROW_HEADS = 32
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)

@@ -26,6 +26,7 @@ from ..triton_ops import (
 )
 from .types import TILE_TOKENS, ExactWorkspace, num_splits
 
+# Measured on one H200.
 STAGES = 3
 WARPS = 4
 POOL_TILE_TOKENS = 1024

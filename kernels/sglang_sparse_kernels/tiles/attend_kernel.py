@@ -12,7 +12,7 @@ from ..triton_ops import cast, dot, online_softmax, row_table, scaled_logits, sl
 from .score_kernel import block_queries, load_queries
 from .types import TilePlan
 
-# (keys at a time, stages, warps).
+# (keys at a time, stages, warps), as measured on one H200.
 ATTEND_TILE = (32, 3, 4)
 
 
