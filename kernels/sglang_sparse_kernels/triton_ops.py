@@ -8,7 +8,7 @@ and casts to it truncate.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -21,6 +21,14 @@ OVERLAP_ROW_HEADS = 32
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+Constants = TypeVar("Constants", bound=tuple[Any, ...])
+
+
+def constants(record: Constants) -> Constants:
+    """A record as a ``constexpr`` argument: its fields stay constants where kernels read them."""
+    return type(record)(*map(tl.constexpr, record))
 
 
 class KVArgs(NamedTuple):

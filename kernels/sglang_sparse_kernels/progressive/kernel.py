@@ -26,7 +26,7 @@ from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import begin, overlapping
+from ..triton_ops import begin, constants, overlapping
 from .finish_kernel import SLICES, Checks, Progress, progressive_finish_kernel
 from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
 from .work_kernel import (
@@ -180,16 +180,17 @@ def progressive_decode_attention_triton(
     )  # fmt: skip
     slices = 0 if out is None else dim // CHANNELS
     programs = num_programs(q.device)
-    launch = {"T": tiles, "num_warps": WARPS, "maxnreg": REGISTERS}
-    finish = {"L": layout, "C": checks, "num_warps": FINISH_WARPS}
+    shape = constants(layout)
+    launch = {"L": shape, "T": constants(tiles), "num_warps": WARPS, "maxnreg": REGISTERS}
+    finish = {"L": shape, "C": constants(checks), "num_warps": FINISH_WARPS}
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     progressive_attend_kernel[(programs,)](
         *attend, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
-        w.candidates, count, L=layout, SPARE=SPARE, **launch,
+        w.candidates, count, SPARE=SPARE, **launch,
     )  # fmt: skip
     progressive_finish_kernel[(count, 1 + slices)](*check, AGAIN=False, **finish, **tail)
     progressive_extend_kernel[(programs,)](
-        *attend, w.attended, w.candidates, w.extended, count, L=layout, **launch, **tail
+        *attend, w.attended, w.candidates, w.extended, count, **launch, **tail
     )
     progressive_finish_kernel[(count, max(slices, 1))](*check, AGAIN=True, **finish, **tail)

@@ -15,7 +15,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import BLOCK_UNITS, Always, Lists, Scores
-from ..triton_ops import begin, finite_scores, overlapping, selects_anew
+from ..triton_ops import begin, constants, finite_scores, overlapping, selects_anew
 from .one_program import is_streamed
 from .search import (
     Domain,
@@ -227,7 +227,7 @@ def select_topk_triton(
     select_topk_kernel[(count,)](
         scores.values, scores.block_max, workspace.blocks, domain, lists.rows, lists.indices,
         lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
-        S=held, num_warps=warps, **overlapping(count),
+        S=constants(held), num_warps=warps, **overlapping(count),
     )  # fmt: skip
     if width > tile_units and (
         capacity * BLOCK_UNITS > tile_units or triton.cdiv(width, BLOCK_UNITS) > tile_blocks

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..device import multiprocessors
 from ..records import BLOCK_UNITS, Lists, Scores
-from ..triton_ops import FLOAT32_MAX, begin, overlapping
+from ..triton_ops import FLOAT32_MAX, begin, constants, overlapping
 from .one_program import take_streamed
 from .search import (
     Domain,
@@ -353,14 +353,15 @@ def split_topk_triton(
         UNITS=min(WHOLE_UNITS, max(1024, next_power_of_2(width))),
         SLOTS=8 * max(LEAST_BUDGET, next_power_of_2(domain.capacity)), FALLBACK=FALLBACK_UNITS,
     )  # fmt: skip
+    shapes = {"S": constants(held), "P": constants(split)}
     found = (workspace.candidate_scores, workspace.candidate_units)
     # Programs of the first launch that came up while scores are being written would crowd.
     candidates_kernel[(rows * heads, splits)](
         scores.values, scores.block_max, *found, workspace.state, domain, lists.rows, lists.counts,
-        width, scores.block_max.shape[2], S=held, P=split, num_warps=CANDIDATES_WARPS,
+        width, scores.block_max.shape[2], **shapes, num_warps=CANDIDATES_WARPS,
     )  # fmt: skip
     winners_kernel[(rows * heads, splits)](
         scores.values, *found, workspace.blocks, workspace.state, domain, lists.rows,
         lists.indices, width, workspace.blocks.shape[2],
-        S=held, P=split, num_warps=WINNERS_WARPS, **overlapping(rows * heads),
+        **shapes, num_warps=WINNERS_WARPS, **overlapping(rows * heads),
     )  # fmt: skip

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..records import Lists, Scores
+from ..triton_ops import constants
 from .bounds_kernel import HIGH, LOW, bounds_kernel
 from .one_program import DONE, stream_topk_kernel, streamed_row
 from .search import Domain, Held, free_range, key_of, kth_best, rankable, score_of
@@ -283,29 +284,29 @@ def stream_topk_triton(
     rows, heads, width = scores.values.shape
     between, state, between_held = workspace.blocks, workspace.state, workspace.blocks.shape[2]
     most_between = min(between_held // STREAM_SPLITS, MOST_BETWEEN) // CHUNK * CHUNK
-    split = StreamSplit(STREAM_SPLITS, TILE_UNITS, CHUNK)
+    shapes = {"S": constants(held), "P": constants(StreamSplit(STREAM_SPLITS, TILE_UNITS, CHUNK))}
     splits = (rows * heads, STREAM_SPLITS)
     bounds_kernel[splits[:1]](
         scores.values, between, state, domain, width, between_held,
         min(MOST_LISTED, STREAM_SPLITS * max(most_between, CHUNK)),
-        S=held, TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS,
+        S=shapes["S"], TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS,
     )  # fmt: skip
     partition_kernel[splits](
         scores.values, between, state, domain, width, between_held, most_between,
-        S=held, P=split, num_warps=TILE_WARPS,
+        **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     least = -1
     for most, registers in ((FEW_LISTED, FEW_REGISTERS), (MOST_LISTED, MOST_REGISTERS)):
         threshold_kernel[splits[:1]](
             between, state, domain, between_held, most_between, least,
-            S=held, P=split, SIZE=most, num_warps=SEARCH_WARPS, maxnreg=registers,
+            **shapes, SIZE=most, num_warps=SEARCH_WARPS, maxnreg=registers,
         )  # fmt: skip
         least = most
     write_kernel[splits](
         scores.values, state, domain, lists.rows, lists.indices, width,
-        S=held, P=split, num_warps=TILE_WARPS,
+        **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     stream_topk_kernel[splits[:1]](
         scores.values, between, state, domain, lists.rows, lists.indices, width, between_held,
-        S=held, TILE=STREAM_UNITS, num_warps=STREAM_WARPS,
+        S=shapes["S"], TILE=STREAM_UNITS, num_warps=STREAM_WARPS,
     )  # fmt: skip
