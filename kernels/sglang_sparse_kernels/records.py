@@ -17,6 +17,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from .plan import DecodePlan
+    from .triton_ops import KVArgs
 
 BLOCK_UNITS = 8
 """Units whose largest score is kept, so that selection can skip blocks that cannot win."""
@@ -49,6 +50,13 @@ class KVView:
     def num_heads(self) -> int:
         """KV heads (H)."""
         return self.k.shape[1]
+
+    @property
+    def args(self) -> "KVArgs":
+        """The view for kernels."""
+        from .triton_ops import KVArgs
+
+        return KVArgs(self.k, self.v, self.page_table, self.page_table.stride(0))
 
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         """int64 slots of logical ``positions`` (int64, any shape) of a row of the batch."""

@@ -8,7 +8,7 @@ and casts to it truncate.
 """
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -16,10 +16,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+# Rows times KV heads up to which overlapping launches gain, as measured on one H200.
 OVERLAP_ROW_HEADS = 32
 
 FLOAT32_MAX = tl.constexpr(3.4028234663852886e38)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+Constants = TypeVar("Constants", bound=tuple[Any, ...])
+
+
+def constants(record: Constants) -> Constants:
+    """A record as a ``constexpr`` argument: its fields stay constants where kernels read them."""
+    return type(record)(*map(tl.constexpr, record))
 
 
 class KVArgs(NamedTuple):
@@ -29,6 +38,15 @@ class KVArgs(NamedTuple):
     v: torch.Tensor
     page_table: torch.Tensor
     stride_table: int
+
+
+class PlanArgs(NamedTuple):
+    """The columns of a :class:`.plan.DecodePlan` that kernels read, a row of the batch each."""
+
+    seq_lens: torch.Tensor
+    tail_start: torch.Tensor
+    k_units: torch.Tensor
+    reselect: torch.Tensor
 
 
 def overlapping(row_heads: int) -> dict[str, bool]:
@@ -91,6 +109,12 @@ def pages_of(p_table, o_p, m_p, PAGE: tl.constexpr):
 
 
 @triton.jit
+def row_table(kv, i_r):
+    """The part of a view's page table that is row ``i_r``'s."""
+    return kv.page_table + i_r.to(tl.int64) * kv.stride_table
+
+
+@triton.jit
 def slots_of(p_table, o_p, m_p, PAGE: tl.constexpr):
     """KV slots of logical positions ``o_p`` of a row; those of page 0 where ``m_p`` is not set.
 
@@ -110,6 +134,26 @@ def scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP: tl.constexpr):
     else:
         b_s *= scale_log2
     return b_s
+
+
+@triton.jit
+def online_softmax(b_s, b_max, b_sum):
+    """One tile of a softmax: (weights, factor of what came before, largest logit, sum of weights).
+
+    ``b_s`` are logits for exp2, ``b_max`` and ``b_sum`` what the tiles before came to.
+    """
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    # A tile whose rows are all masked must not turn -inf - -inf into NaN.
+    b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
+    b_p = tl.exp2(b_s - b_shift[:, None])
+    b_alpha = tl.exp2(b_max - b_shift)
+    return b_p, b_alpha, b_new, b_sum * b_alpha + tl.sum(b_p, 1)
+
+
+@triton.jit
+def selects_anew(plan, i_r):
+    """Whether row ``i_r`` selects anew at this step."""
+    return (tl.load(plan.reselect + i_r) != 0) & (tl.load(plan.k_units + i_r) > 0)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_budget import mass_rounding
 
 from sglang_sparse.backend.allocate import Heads, allocate
 from sglang_sparse.backend.program import compile_programs
@@ -15,6 +16,7 @@ from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.progressive.reference import BOUND_MARGIN
 from sglang_sparse_kernels.records import Softmax
 from sglang_sparse_kernels.step import Rank, StepContext, decode_step
 from sglang_sparse_radix.planes_spec import PlaneSpec
@@ -145,6 +147,11 @@ class Layers:
         reached = (weights * inside).sum(-1)
         return float((reached / (reached + left.sum(-1))).mean())
 
+    def products(self, layer: int, row: int, head: int) -> torch.Tensor:
+        """[group, tokens] sums of the absolute values of each logit's products."""
+        group = self.q[layer, row].view(HEADS, GROUP, DIM)[head]
+        return group.abs() @ self.rows(layer, row, head)[0].abs().T * DIM**-0.5
+
     def rows(self, layer: int, row: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a request, [tokens, dim] each."""
         at = torch.arange(LENGTHS[row])
@@ -203,8 +210,12 @@ def test_an_estimate_by_score_is_what_each_heads_digests_say_of_the_pages_that_a
         for head in range(HEADS):
             order = program.indices[row, head, : int(layers.ranked(1)[row, head])]
             count = int(program.counts[row, head])
+            # What is left is raised by BOUND_MARGIN, so that a share of s is s * (1 - s) times that
+            # lower. Masses reached and left round, here and there, and a share has one of each.
+            masses = mass_rounding(layers.products(1, row, head), 2 * DIM)
+            slack = 0.8 * 0.2 * (BOUND_MARGIN + 4 * masses)
             stopped += count < len(order)
-            assert count == len(order) or layers.share(row, head, order[:count], 6.0) >= 0.8 - 1e-4
+            assert count == len(order) or layers.share(row, head, order[:count], 6.0) >= 0.8 - slack
             # The first page and the last are taken in any case, and one microbatch.
-            assert count <= 3 or layers.share(row, head, order[: count - 1], 6.0) < 0.8 + 1e-4
+            assert count <= 3 or layers.share(row, head, order[: count - 1], 6.0) < 0.8 + slack
     assert stopped

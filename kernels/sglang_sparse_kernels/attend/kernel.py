@@ -10,15 +10,24 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import begin, cast, dot, overlapping, scaled_logits, slots_of
+from ..triton_ops import (
+    begin,
+    cast,
+    dot,
+    online_softmax,
+    overlapping,
+    row_table,
+    scaled_logits,
+    slots_of,
+)
 from .types import num_splits
 
 ONE_TILE = tl.constexpr(64)
 
 
 def _tile(split_tokens: int) -> tuple[int, int, int]:
-    """(tokens a tile, stages, warps) for splits of so many tokens."""
-    # Of the three, one each is for the units that tokens are of, for their pages, and for K and V.
+    """(tokens a tile, stages, warps) for splits of so many tokens, as measured on one H200."""
+    # Of three stages, one each is for the units that tokens are of, their pages, and K and V.
     return (ONE_TILE.value, 4, 2) if split_tokens <= ONE_TILE.value else (128, 3, 4)
 
 
@@ -48,12 +57,8 @@ def _rows(
 @triton.jit
 def attend_split_kernel(
     q,
-    k_buffer,
-    v_buffer,
-    page_table,
-    seq_lens,
-    tail_start,
-    k_units,
+    kv,
+    plan,
     list_rows,
     indices,
     counts,
@@ -62,7 +67,6 @@ def attend_split_kernel(
     partial,
     lse,
     stride_q,
-    stride_table,
     capacity,
     scale_log2,
     logit_cap,
@@ -87,9 +91,9 @@ def attend_split_kernel(
     if head_map is not None:
         i_list = tl.load(head_map + i_h)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * LISTS + i_list
-    tail = tl.load(tail_start + i_r)
-    tail_tokens = tl.load(seq_lens + i_r) - tail
-    listed = tl.minimum(tl.load(k_units + i_r), capacity) * UNIT
+    tail = tl.load(plan.tail_start + i_r)
+    tail_tokens = tl.load(plan.seq_lens + i_r) - tail
+    listed = tl.minimum(tl.load(plan.k_units + i_r), capacity) * UNIT
     counted = tl.load(counts + i_l) * UNIT
     # One sequence of tokens: the tail, then the list. Its split follows from the plan alone, so
     # that indices load while the count, which may be lower, is on its way.
@@ -105,7 +109,7 @@ def attend_split_kernel(
     b_acc = tl.zeros((BG, D), tl.float32)
     b_max = tl.full((BG,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BG,), tl.float32)
-    p_table = page_table + i_r.to(tl.int64) * stride_table
+    p_table = row_table(kv, i_r)
     p_list = indices + i_l * capacity
     # A split of a list has one tile of these: where its tokens lie is known sooner without copies
     # that run ahead. In longer rows beside it the next tile is looked up while one is on its way.
@@ -124,20 +128,14 @@ def attend_split_kernel(
             )
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
-        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         # [BG, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        # A tile whose rows are all masked must not turn -inf - -inf into NaN.
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
-        b_max = b_new
+        b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
-        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
     if SPLITS == 1:
@@ -178,15 +176,9 @@ def merge_splits_kernel(
 
 
 def gathered_decode_attention_triton(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: DecodePlan,
-    lists: Lists,
-    *,
-    softmax: Softmax,
-    out: torch.Tensor,
-    workspace: torch.Tensor,
-) -> None:
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
+    out: torch.Tensor, workspace: torch.Tensor,
+) -> None:  # fmt: skip
     """Launch :func:`attend_split_kernel` and, with several splits, :func:`merge_splits_kernel`.
 
     Raises:
@@ -204,9 +196,8 @@ def gathered_decode_attention_triton(
         )
     partial, lse = workspace[: partials * dim], workspace[partials * dim :]
     attend_split_kernel[(rows * heads, splits)](
-        q, kv.k, kv.v, kv.page_table, plan.seq_lens, plan.tail_start, plan.k_units, lists.rows,
-        lists.indices, lists.counts, lists.head_map, out, partial, lse, q.stride(0),
-        kv.page_table.stride(0), lists.capacity, softmax.scale_log2, softmax.logit_cap,
+        q, kv.args, plan.args, lists.rows, lists.indices, lists.counts, lists.head_map, out,
+        partial, lse, q.stride(0), lists.capacity, softmax.scale_log2, softmax.logit_cap,
         H=heads, LISTS=lists.indices.shape[1], G=group, BG=max(16, next_power_of_2(group)), D=dim,
         PAGE=kv.page_size, UNIT=lists.unit, BN=tile, SPLITS=splits, HAS_CAP=softmax.logit_cap > 0,
         STAGES=stages, num_warps=warps, **overlapping(rows * heads),

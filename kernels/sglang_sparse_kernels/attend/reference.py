@@ -9,14 +9,9 @@ from ..records import KVView, Lists, Softmax
 
 
 def gathered_decode_attention_reference(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: DecodePlan,
-    lists: Lists,
-    *,
-    softmax: Softmax,
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
     heads, group, unit = kv.num_heads, kv.group_of(q), lists.unit
     acc = accumulate_dtype(q.dtype)

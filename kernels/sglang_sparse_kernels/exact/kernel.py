@@ -15,9 +15,18 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import BLOCK_UNITS, KVView, Scores, Softmax
-from ..triton_ops import dot, scaled_logits, slots_of, store_scores
+from ..triton_ops import (
+    dot,
+    online_softmax,
+    row_table,
+    scaled_logits,
+    selects_anew,
+    slots_of,
+    store_scores,
+)
 from .types import TILE_TOKENS, ExactWorkspace, num_splits
 
+# Measured on one H200.
 STAGES = 3
 WARPS = 4
 POOL_TILE_TOKENS = 1024
@@ -27,16 +36,11 @@ POOL_TILES_A_PROGRAM = 4
 @triton.jit
 def exact_logits_kernel(
     q,
-    k_buffer,
-    page_table,
-    seq_lens,
-    tail_start,
-    k_units,
-    reselect,
+    kv,
+    plan,
     logits,
     partials,
     stride_q,
-    stride_table,
     width,
     scale_log2,
     logit_cap,
@@ -51,9 +55,9 @@ def exact_logits_kernel(
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s, splits = tl.program_id(1), tl.num_programs(1)
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        seq_len = tl.load(seq_lens + i_r)
-        n = tl.load(tail_start + i_r)
+    if selects_anew(plan, i_r):
+        seq_len = tl.load(plan.seq_lens + i_r)
+        n = tl.load(plan.tail_start + i_r)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
         m_g = o_g < G
         o_q = (i_r.to(tl.int64) * H + i_h) * G + o_g
@@ -62,7 +66,7 @@ def exact_logits_kernel(
         b_q = tl.load(p_q, mask=m_g[:, None], other=0.0)
         b_max = tl.full((BG,), float("-inf"), tl.float32)
         b_sum = tl.zeros((BG,), tl.float32)
-        p_table = page_table + i_r.to(tl.int64) * stride_table
+        p_table = row_table(kv, i_r)
         share = tl.cdiv(tl.cdiv(seq_len, splits), BN) * BN
         first = i_s * share
         for i_n in tl.range(first, tl.minimum(first + share, seq_len), BN, num_stages=STAGES):
@@ -71,18 +75,14 @@ def exact_logits_kernel(
             # [BN]
             o_k = (slots_of(p_table, o_n, m_n, PAGE).to(tl.int64) * H + i_h) * D
             # [BN, D]
-            b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+            b_k = tl.load(kv.k + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
             # [BG, BN]
             b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
             b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
             m_s = m_g[:, None] & (o_n < n)[None, :]
             tl.store(logits + o_q[:, None] * width + o_n[None, :], b_s, mask=m_s)
             b_s = tl.where(m_n[None, :], b_s, float("-inf"))
-            b_new = tl.maximum(b_max, tl.max(b_s, 1))
-            # Logits of -inf alone must not turn -inf - -inf into NaN.
-            b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-            b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s - b_shift[:, None]), 1)
-            b_max = b_new
+            _, _, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         p_part = partials + (o_q * splits + i_s) * 2
         tl.store(p_part, b_max, mask=m_g)
         tl.store(p_part + 1, b_sum, mask=m_g)
@@ -92,9 +92,7 @@ def exact_logits_kernel(
 def exact_pool_kernel(
     logits,
     partials,
-    tail_start,
-    k_units,
-    reselect,
+    plan,
     out,
     block_max,
     width,
@@ -110,8 +108,8 @@ def exact_pool_kernel(
 ):
     # HEADS: KV heads that share a list.
     i_rl, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // LISTS
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        n = tl.load(tail_start + i_r)
+    if selects_anew(plan, i_r):
+        n = tl.load(plan.tail_start + i_r)
         o_g, o_s = tl.arange(0, BG), tl.arange(0, BS)
         m_g = o_g < G
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
@@ -169,15 +167,14 @@ def exact_score_triton(
             f"workspace holds {workspace.partials.numel()} partials, this batch needs {needed}"
         )
     exact_logits_kernel[(rows * heads, splits)](
-        q, kv.k, kv.page_table, plan.seq_lens, plan.tail_start, plan.k_units, plan.reselect,
-        workspace.logits, workspace.partials, q.stride(0), kv.page_table.stride(0), width,
+        q, kv.args, plan.args, workspace.logits, workspace.partials, q.stride(0), width,
         softmax.scale_log2, softmax.logit_cap,
         H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, PAGE=kv.page_size,
         BN=TILE_TOKENS, HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     tiles = triton.cdiv(width, POOL_TILE_TOKENS * POOL_TILES_A_PROGRAM)
     exact_pool_kernel[(rows * lists, tiles)](
-        workspace.logits, workspace.partials, plan.tail_start, plan.k_units, plan.reselect,
+        workspace.logits, workspace.partials, plan.args,
         out.values, out.block_max, width, out.block_max.shape[2],
         LISTS=lists, HEADS=heads // lists, G=group, BG=next_power_of_2(group), SPLITS=splits,
         BS=next_power_of_2(splits), BT=POOL_TILE_TOKENS, BLOCK=BLOCK_UNITS, num_warps=4,

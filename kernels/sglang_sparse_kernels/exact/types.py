@@ -7,6 +7,7 @@ import torch
 
 from ..device import programs_to_fill
 
+# Measured on one H200.
 CTAS_PER_SM = 4
 MAX_SPLITS = 64
 TILE_TOKENS = 128

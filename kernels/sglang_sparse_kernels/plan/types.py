@@ -2,8 +2,12 @@
 """The device-side description of one decode batch."""
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ..triton_ops import PlanArgs
 
 from ..common import PAGE_SIZES, check_contiguous, check_dtype, check_shape
 
@@ -159,6 +163,13 @@ class DecodePlan:
             request_slots=per_row(),
             update_start=per_row(),
         )
+
+    @property
+    def args(self) -> "PlanArgs":
+        """Columns for kernels."""
+        from ..triton_ops import PlanArgs
+
+        return PlanArgs(self.seq_lens, self.tail_start, self.k_units, self.reselect)
 
     @property
     def num_rows(self) -> int:

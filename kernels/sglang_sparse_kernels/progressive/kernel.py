@@ -26,7 +26,7 @@ from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import KVArgs, begin, overlapping
+from ..triton_ops import begin, constants, overlapping
 from .finish_kernel import SLICES, Checks, Progress, progressive_finish_kernel
 from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
 from .work_kernel import (
@@ -147,17 +147,10 @@ def progressive_extend_kernel(
 
 
 def progressive_decode_attention_triton(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: DecodePlan,
-    ranking: Lists,
-    stop: MassStop,
-    state: StopState,
-    *,
-    softmax: Softmax,
-    out: torch.Tensor | None,
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
+    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
     workspace: ProgressiveWorkspace,
-) -> None:
+) -> None:  # fmt: skip
     """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
     count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
     group, unit, always = kv.group_of(q), ranking.unit, stop.always
@@ -178,8 +171,7 @@ def progressive_decode_attention_triton(
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
         Queries(q, q.stride(0), softmax.scale_log2, softmax.logit_cap),
-        KVArgs(kv.k, kv.v, kv.page_table, kv.page_table.stride(0)),
-        rows, Ranking(ranking.indices, ranking.capacity), chunks,
+        kv.args, rows, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
     check = (
         rows, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
@@ -188,16 +180,17 @@ def progressive_decode_attention_triton(
     )  # fmt: skip
     slices = 0 if out is None else dim // CHANNELS
     programs = num_programs(q.device)
-    launch = {"T": tiles, "num_warps": WARPS, "maxnreg": REGISTERS}
-    finish = {"L": layout, "C": checks, "num_warps": FINISH_WARPS}
+    shape = constants(layout)
+    launch = {"L": shape, "T": constants(tiles), "num_warps": WARPS, "maxnreg": REGISTERS}
+    finish = {"L": shape, "C": constants(checks), "num_warps": FINISH_WARPS}
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     progressive_attend_kernel[(programs,)](
         *attend, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
-        w.candidates, count, L=layout, SPARE=SPARE, **launch,
+        w.candidates, count, SPARE=SPARE, **launch,
     )  # fmt: skip
     progressive_finish_kernel[(count, 1 + slices)](*check, AGAIN=False, **finish, **tail)
     progressive_extend_kernel[(programs,)](
-        *attend, w.attended, w.candidates, w.extended, count, L=layout, **launch, **tail
+        *attend, w.attended, w.candidates, w.extended, count, **launch, **tail
     )
     progressive_finish_kernel[(count, max(slices, 1))](*check, AGAIN=True, **finish, **tail)

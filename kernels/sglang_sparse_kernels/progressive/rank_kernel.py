@@ -12,8 +12,10 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import Always, Lists, Softmax
+from ..triton_ops import selects_anew
 from .reference import BOUND_FLOOR, BOUND_MARGIN
 
+# Measured on one H200.
 RANK_WARPS = 4
 BOUNDS_TILE = 256
 
@@ -152,9 +154,7 @@ def _bound_logs(
 def residual_bounds_kernel(
     bounds,
     scores,
-    tail_start,
-    k_units,
-    reselect,
+    plan,
     list_rows,
     indices,
     counts,
@@ -168,17 +168,12 @@ def residual_bounds_kernel(
     logit_cap,
     floor,
     margin,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    UNIT: tl.constexpr,
-    BATCH_UNITS: tl.constexpr,
-    BT: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-):
+    H: tl.constexpr, G: tl.constexpr, BG: tl.constexpr, UNIT: tl.constexpr,
+    BATCH_UNITS: tl.constexpr, BT: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        tokens = tl.load(tail_start + i_r)
+    if selects_anew(plan, i_r):
+        tokens = tl.load(plan.tail_start + i_r)
         units = tl.cdiv(tokens, UNIT)
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
         kept = tl.load(counts + i_l)
@@ -265,8 +260,8 @@ def residual_bounds_triton(
     """Launch :func:`residual_bounds_kernel`, one program a row and KV head."""
     rows, heads, group, width = bounds.shape
     residual_bounds_kernel[(rows * heads,)](
-        bounds, scores, plan.tail_start, plan.k_units, plan.reselect, ranking.rows, ranking.indices,
-        ranking.counts, out, width, ranking.capacity, out.shape[3], always.sink, always.recent,
+        bounds, scores, plan.args, ranking.rows, ranking.indices, ranking.counts, out, width,
+        ranking.capacity, out.shape[3], always.sink, always.recent,
         softmax.scale_log2, softmax.logit_cap, BOUND_FLOOR, (1 + BOUND_MARGIN) * math.exp(-margin),
         H=heads, G=group, BG=next_power_of_2(group), UNIT=ranking.unit,
         BATCH_UNITS=microbatch // ranking.unit, BT=BOUNDS_TILE, HAS_CAP=softmax.logit_cap > 0,

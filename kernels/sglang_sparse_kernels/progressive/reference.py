@@ -95,16 +95,9 @@ def residual_bounds_reference(
 
 
 def progressive_decode_attention_reference(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: DecodePlan,
-    ranking: Lists,
-    stop: MassStop,
-    state: StopState,
-    *,
-    softmax: Softmax,
-    out: torch.Tensor | None,
-) -> None:
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
+    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
+) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.progressive_decode_attention`."""
     heads, group, unit = kv.num_heads, kv.group_of(q), ranking.unit
     acc = accumulate_dtype(q.dtype)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_ops import cast, dot, scaled_logits, slots_of
+from ..triton_ops import cast, dot, row_table, scaled_logits, slots_of
 from .rank_kernel import forced_range, prologue_units
 
 
@@ -174,7 +174,7 @@ def _attend_tiles(
     o_q = (i_h * L.G + o_g)[:, None] * L.D
     p_q = queries.q + i_r.to(tl.int64) * queries.stride + o_q + o_d[None, :]
     b_q = tl.load(p_q, mask=m_g[:, None], other=0.0)
-    p_table = kv.page_table + i_r.to(tl.int64) * kv.stride_table
+    p_table = row_table(kv, i_r)
     p_list = ranking.indices + i_l * ranking.capacity
     base = i_rh.to(tl.int64) * out.held
     # Two halves, so that what is written at once leaves room for a third program.

@@ -18,6 +18,7 @@ from ..triton_ops import INTERPRETED, begin, finite_scores, overlapping, pages_o
 from .channel_kernel import best_channels
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
+# Sizes were measured on one H200.
 SKETCH_TILE_TOKENS = 1024
 SKETCH_CTAS_PER_SM = 4
 SKETCH_WARPS = 4
@@ -129,34 +130,34 @@ def _sum_channels(
     HEADS: tl.constexpr,
     KEPT: tl.constexpr,
     BP: tl.constexpr,
-    PIECE: tl.constexpr,
+    SUBPAGE: tl.constexpr,
     RUN: tl.constexpr,
     SUMS: tl.constexpr,
-    PIECES: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    """Tuple of the scores [BP, PIECE] of ``HEADS`` heads from ``first`` on, and of each piece."""
+    """Tuple of scores [BP, SUBPAGE] of ``HEADS`` heads from ``first`` on, and of each subpage."""
     sums = ()
-    for _ in tl.static_range(HEADS * PIECES):
-        sums = sums + (tl.zeros((BP, PIECE), SUMS),)
+    for _ in tl.static_range(HEADS * PACK):
+        sums = sums + (tl.zeros((BP, SUBPAGE), SUMS),)
     for i_c in tl.static_range(KEPT):
-        # [BP, PIECE]
+        # [BP, SUBPAGE]
         b_k = tl.load(p_s + kept[i_c] * RUN, mask=m_j, other=0.0)
-        if PIECES == 2:
+        if PACK == 2:
             keys = _int4_keys(b_k)
         elif b_k.dtype == tl.int8:
             keys = (_int8_keys(b_k),)
         else:
             keys = (b_k.to(SUMS),)
         added = ()
-        for i in tl.static_range(HEADS * PIECES):
-            weight = weights[(first + i // PIECES) * KEPT + i_c]
-            added = added + (sums[i] + weight * keys[i % PIECES],)
+        for i in tl.static_range(HEADS * PACK):
+            weight = weights[(first + i // PACK) * KEPT + i_c]
+            added = added + (sums[i] + weight * keys[i % PACK],)
         sums = added
     return sums
 
 
 @triton.jit
-def _score_pieces(
+def _score_subpages(
     p_s,
     kept,
     weights,
@@ -164,31 +165,31 @@ def _score_pieces(
     G: tl.constexpr,
     KEPT: tl.constexpr,
     BP: tl.constexpr,
-    PIECE: tl.constexpr,
+    SUBPAGE: tl.constexpr,
     RUN: tl.constexpr,
     SUM: tl.constexpr,
     SUMS: tl.constexpr,
-    PIECES: tl.constexpr,
+    PACK: tl.constexpr,
 ):
-    """Joined scores [BP, PIECE] of the heads, before scales; ``p_s`` is their channel 0.
+    """Joined scores [BP, SUBPAGE] of the heads, before scales; ``p_s`` is their channel 0.
 
     A tuple of two where a byte holds two tokens, the low halves first.
     """
     joined = ()
-    for _ in tl.static_range(PIECES):
+    for _ in tl.static_range(PACK):
         joined = joined + (
-            tl.full((BP, PIECE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS),
+            tl.full((BP, SUBPAGE), 0.0 if SUM else float("-inf"), tl.float32 if SUM else SUMS),
         )
     for i_g in tl.static_range(0, G, 4):
         # Four heads at a time: their sums and a channel's keys fit in registers.
         sums = _sum_channels(
-            p_s, kept, weights, m_j, i_g, G - i_g if G - i_g < 4 else 4, KEPT, BP, PIECE, RUN,
-            SUMS, PIECES,
+            p_s, kept, weights, m_j, i_g, G - i_g if G - i_g < 4 else 4, KEPT, BP, SUBPAGE, RUN,
+            SUMS, PACK,
         )  # fmt: skip
         for i_h in tl.static_range(G - i_g if G - i_g < 4 else 4):
             more = ()
-            for i_p in tl.static_range(PIECES):
-                more = more + (_join(joined[i_p], sums[i_h * PIECES + i_p], SUM),)
+            for i_p in tl.static_range(PACK):
+                more = more + (_join(joined[i_p], sums[i_h * PACK + i_p], SUM),)
             joined = more
     return joined
 
@@ -271,28 +272,28 @@ def sketch_score_kernel(
 
         base = tl.program_id(0).to(tl.int64)
         o_out = tl.multiple_of(base * width, ALIGN)
-        # Pieces of a page: the tokens in the same half of a byte.
-        PIECES: tl.constexpr = 2 if key_sketch.dtype.element_ty == tl.uint8 else 1
-        PIECE: tl.constexpr = PAGE // PIECES
-        o_c = tl.arange(0, PIECE)
+        # Tokens that share a byte. Those of a page in the same half of their bytes are a subpage.
+        PACK: tl.constexpr = 2 if key_sketch.dtype.element_ty == tl.uint8 else 1
+        SUBPAGE: tl.constexpr = PAGE // PACK
+        o_c = tl.arange(0, SUBPAGE)
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BP * PAGE), tl.num_programs(1)):
             m_j = (o_j * PAGE < n)[:, None]
             b_at = tl.where(o_j * PAGE < n, b_page, 0).to(tl.int64)
             b_entry = (b_at * H + i_h)[:, None]
             # A page's part of its run; a channel further is a run further.
-            b_run = (b_at // (RUN // PIECE) * H + i_h) * (D * RUN)
-            p_s = key_sketch + (b_run + b_at % (RUN // PIECE) * PIECE)[:, None] + o_c[None, :]
+            b_run = (b_at // (RUN // SUBPAGE) * H + i_h) * (D * RUN)
+            p_s = key_sketch + (b_run + b_at % (RUN // SUBPAGE) * SUBPAGE)[:, None] + o_c[None, :]
             # Where the next tile lies is looked up while this one is on its way.
             o_j += tl.num_programs(1) * BP
             b_page = pages_of(p_table, o_j, o_j < pages, 1)
-            pieces = _score_pieces(
-                p_s, kept, weights, m_j, G, KEPT, BP, PIECE, RUN, SUM, SUMS, PIECES
+            subpages = _score_subpages(
+                p_s, kept, weights, m_j, G, KEPT, BP, SUBPAGE, RUN, SUM, SUMS, PACK
             )
-            for i_piece in tl.static_range(PIECES):
-                b_score = pieces[i_piece].to(tl.float32) * q_scale
-                o_p = i_piece * PIECE + o_c
+            for i_sub in tl.static_range(PACK):
+                b_score = subpages[i_sub].to(tl.float32) * q_scale
+                o_p = i_sub * SUBPAGE + o_c
                 if key_sketch_scale is not None:
-                    # [BP, PIECE]
+                    # [BP, SUBPAGE]
                     b_scale = tl.load(
                         key_sketch_scale + b_entry * PAGE + o_p[None, :], mask=m_j, other=0.0
                     )
@@ -307,10 +308,10 @@ def sketch_score_kernel(
                     tl.store(p_o + o_t, b_score, mask=o_t < left)
                 if block_max is not None:
                     b_score = tl.where(o_t < left, b_score, float("-inf"))
-                    # [BP, PIECE / BLOCK]
-                    b_max = tl.max(tl.reshape(b_score, (BP, PIECE // BLOCK, BLOCK)), 2)
-                    o_b = tl.arange(0, BP)[:, None] * (PAGE // BLOCK) + i_piece * (PIECE // BLOCK)
-                    o_b += tl.arange(0, PIECE // BLOCK)[None, :]
+                    # [BP, SUBPAGE / BLOCK]
+                    b_max = tl.max(tl.reshape(b_score, (BP, SUBPAGE // BLOCK, BLOCK)), 2)
+                    o_b = tl.arange(0, BP)[:, None] * (PAGE // BLOCK) + i_sub * (SUBPAGE // BLOCK)
+                    o_b += tl.arange(0, SUBPAGE // BLOCK)[None, :]
                     p_b = block_max + base * blocks + i_t * (BP * PAGE // BLOCK)
                     tl.store(p_b + o_b, b_max, mask=o_b * BLOCK < left)
 

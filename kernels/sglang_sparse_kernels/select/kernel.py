@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Triton implementation of exact top-k: prune whole blocks, then search the survivors.
+"""Triton implementation of exact top-k: prune whole blocks, then search the others.
 
-The k best units lie in the k blocks with the largest maxima, so with k small against the context
-only the block maxima and k blocks are read. Both searches keep their scores in the registers of
-one program and interpolate the score that k of them reach; ties are cut by index. Rows that do not
-fit are those of ``stream.py``.
+The k best units lie in the k blocks with the largest maxima. So where k is small beside the
+context, only the block maxima and k blocks are read. Both searches hold their scores in the
+registers of one program and interpolate the score that k of them reach. Ties are cut by index.
+``stream.py`` takes the rows that do not fit, ``split.py`` batches of few rows.
 """
 
 import triton
@@ -15,14 +15,25 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..plan import DecodePlan
 from ..records import BLOCK_UNITS, Always, Lists, Scores
-from ..triton_ops import begin, finite_scores, overlapping
-from .alone import is_streamed
-from .search import forced_of, load_units, rankable, search_winners, store_in_order
-from .share import parts_of, share_topk_triton
+from ..triton_ops import begin, constants, finite_scores, overlapping, selects_anew
+from .one_program import is_streamed
+from .search import (
+    Domain,
+    Held,
+    forced_of,
+    free_range,
+    load_units,
+    rankable,
+    row_budget,
+    search_winners,
+    store_in_order,
+)
+from .split import num_splits, split_topk_triton
 from .stream import stream_topk_triton
 from .types import TopkWorkspace
 
-# Contexts of 262,144 tokens; longer ones take the launches of ``stream.py`` too.
+# Contexts of 262,144 tokens; longer ones take the launches of ``stream.py`` too. These sizes, and
+# the warps of ``_tiles``, were measured on one H200.
 MAX_BLOCKS = 32768
 MIN_UNITS, MAX_UNITS = 16384, 32768
 MAX_WARPS = 16
@@ -39,21 +50,12 @@ def _tiles(width: int, capacity: int) -> tuple[int, int, int]:
 
 @triton.jit
 def block_max_kernel(
-    scores,
-    block_max,
-    tail_start,
-    k_units,
-    reselect,
-    width,
-    blocks,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BT: tl.constexpr,
+    scores, block_max, plan, width, blocks, H: tl.constexpr, UNIT: tl.constexpr, BT: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
-    if (tl.load(reselect + i_r) != 0) & (tl.load(k_units + i_r) > 0):
-        n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
+    if selects_anew(plan, i_r):
+        n = tl.cdiv(tl.load(plan.tail_start + i_r), UNIT)
         o_b = tl.program_id(1) * (BT // BLOCK) + tl.arange(0, BT // BLOCK)
         o_u = o_b[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         # [BT / BLOCK, BLOCK]
@@ -86,9 +88,9 @@ def _prune(
     free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
     b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n)
     forced = forced_of(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
-    b_win, floor = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
+    b_win, threshold = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
     store_in_order(p_blocks, b_win, tl.arange(0, BT // C) * C, k, BT // C, C)
-    return floor
+    return threshold
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def _take(
     p_blocks,
     p_out,
     pruned,
-    floor,
+    threshold,
     num_blocks,
     n,
     k,
@@ -115,7 +117,7 @@ def _take(
     # [BT / BLOCK, BLOCK]
     b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE)
     forced = forced_of(forced_below, free_below, n)
-    b_win, _ = search_winners(b_s, o_u, floor, forced, n - 1, k, BT)
+    b_win, _ = search_winners(b_s, o_u, threshold, forced, n - 1, k, BT)
     b_base = tl.gather(b_block * BLOCK, o_b, 0)
     store_in_order(p_out, b_win, b_base, k, BT // BLOCK, BLOCK)
 
@@ -125,73 +127,64 @@ def select_topk_kernel(
     scores,
     block_max,
     block_list,
-    tail_start,
-    k_units,
-    reselect,
+    domain,
     list_rows,
     out_indices,
     out_counts,
     width,
     blocks,
     list_blocks,
-    capacity,
-    sink,
-    recent,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BB: tl.constexpr,
-    BU: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
+    S: tl.constexpr,
 ):
     begin()
-    i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
+    i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H
     # What the row's plan says is read at once, not one answer after the other.
-    reselected = tl.load(reselect + i_r) != 0
-    tokens = tl.load(tail_start + i_r)
-    n = tl.cdiv(tokens, UNIT)
-    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
-    i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
+    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         tl.store(out_counts + i_l, k)
         if k > 0:
-            forced_below = tl.cdiv(sink, UNIT)
-            free_below = tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n)
+            forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
             p_blocks = block_list + i_rh * list_blocks
-            p_out = out_indices + i_l * capacity
-            num_blocks = tl.cdiv(n, BLOCK)
+            p_out = out_indices + i_l * domain.capacity
+            num_blocks = tl.cdiv(n, S.BLOCK)
             # Part of the tile is enough for short rows, at part of the work.
-            MB: tl.constexpr = BB // 2 if BB > 16384 else BB
-            SB: tl.constexpr = MB // 4
-            SU: tl.constexpr = BU // 4
-            if n <= SU:
+            MOST: tl.constexpr = S.BLOCKS // 2 if S.BLOCKS > 16384 else S.BLOCKS
+            FEW: tl.constexpr = MOST // 4
+            if n <= S.UNITS // 4:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, free_below, SU, BLOCK, WHOLE,
+                    forced_below, free_below, S.UNITS // 4, S.BLOCK, S.WHOLE,
                 )  # fmt: skip
-            elif n <= BU // 2:
+            elif n <= S.UNITS // 2:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, free_below, BU // 2, BLOCK, WHOLE,
+                    forced_below, free_below, S.UNITS // 2, S.BLOCK, S.WHOLE,
                 )  # fmt: skip
-            elif not is_streamed(n, k, BB, BU, BLOCK):
-                pruned = n > BU
-                floor = tl.full((), float("-inf"), tl.float32)
+            elif not is_streamed(n, k, S):
+                pruned = n > S.UNITS
+                threshold = tl.full((), float("-inf"), tl.float32)
                 if pruned:
-                    if num_blocks <= SB:
-                        floor = _prune(p_max, p_blocks, n, k, forced_below, free_below, SB, BLOCK)
-                    elif num_blocks <= MB:
-                        floor = _prune(p_max, p_blocks, n, k, forced_below, free_below, MB, BLOCK)
-                    elif MB < BB:
-                        floor = _prune(p_max, p_blocks, n, k, forced_below, free_below, BB, BLOCK)
+                    if num_blocks <= FEW:
+                        threshold = _prune(
+                            p_max, p_blocks, n, k, forced_below, free_below, FEW, S.BLOCK
+                        )
+                    elif num_blocks <= MOST:
+                        threshold = _prune(
+                            p_max, p_blocks, n, k, forced_below, free_below, MOST, S.BLOCK
+                        )
+                    elif MOST < S.BLOCKS:
+                        threshold = _prune(
+                            p_max, p_blocks, n, k, forced_below, free_below, S.BLOCKS, S.BLOCK
+                        )
                     num_blocks = k
                     # The list is read back by other threads of this program.
                     tl.debug_barrier()
                 _take(
-                    p_scores, p_blocks, p_out, pruned, floor, num_blocks, n, k,
-                    forced_below, free_below, BU, BLOCK, WHOLE,
+                    p_scores, p_blocks, p_out, pruned, threshold, num_blocks, n, k,
+                    forced_below, free_below, S.UNITS, S.BLOCK, S.WHOLE,
                 )  # fmt: skip
 
 
@@ -199,8 +192,8 @@ def find_block_max_triton(scores: Scores, plan: DecodePlan, *, unit: int) -> Non
     """Launch :func:`block_max_kernel`, one program a tile of a row and KV head."""
     rows, heads, width = scores.values.shape
     block_max_kernel[(rows * heads, triton.cdiv(width, BLOCK_MAX_TILE))](
-        scores.values, scores.block_max, plan.tail_start, plan.k_units, plan.reselect, width,
-        scores.block_max.shape[2], H=heads, UNIT=unit, BT=BLOCK_MAX_TILE, BLOCK=BLOCK_UNITS,
+        scores.values, scores.block_max, plan.args, width, scores.block_max.shape[2],
+        H=heads, UNIT=unit, BT=BLOCK_MAX_TILE, BLOCK=BLOCK_UNITS,
     )  # fmt: skip
 
 
@@ -214,25 +207,29 @@ def select_topk_triton(
 ) -> None:
     """Launch :func:`select_topk_kernel`, one program a row and KV head.
 
-    Few rows are shared by several programs instead. Where shapes allow rows that do not fit,
+    Few rows are split over several programs instead. Where shapes allow rows that do not fit,
     :func:`stream_topk_kernel` follows for those.
     """
     rows, heads, width = scores.values.shape
-    capacity = lists.capacity
-    parts = parts_of(rows * heads, width, capacity, scores.values.device)
-    if parts:
-        share_topk_triton(scores, plan, lists, always=always, workspace=workspace, parts=parts)
-        return
+    count, capacity = rows * heads, lists.capacity
+    domain = Domain(
+        plan.tail_start, plan.k_units, plan.reselect, always.sink, always.recent, capacity
+    )
     tile_blocks, tile_units, warps = _tiles(width, capacity)
-    select_topk_kernel[(rows * heads,)](
-        scores.values, scores.block_max, workspace.blocks, plan.tail_start, plan.k_units,
-        plan.reselect, lists.rows, lists.indices, lists.counts, width, scores.block_max.shape[2],
-        workspace.blocks.shape[2], capacity, always.sink, always.recent,
-        H=heads, UNIT=lists.unit, BB=tile_blocks, BU=tile_units, BLOCK=BLOCK_UNITS,
-        WHOLE=width % BLOCK_UNITS == 0, num_warps=warps, **overlapping(rows * heads),
+    held = Held(
+        H=heads, UNIT=lists.unit, BLOCK=BLOCK_UNITS, WHOLE=width % BLOCK_UNITS == 0,
+        COLUMNS=workspace.state.shape[2], BLOCKS=tile_blocks, UNITS=tile_units,
+    )  # fmt: skip
+    splits = num_splits(count, width, capacity, scores.values.device)
+    if splits:
+        split_topk_triton(scores, lists, domain, held, workspace, splits)
+        return
+    select_topk_kernel[(count,)](
+        scores.values, scores.block_max, workspace.blocks, domain, lists.rows, lists.indices,
+        lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
+        S=constants(held), num_warps=warps, **overlapping(count),
     )  # fmt: skip
     if width > tile_units and (
         capacity * BLOCK_UNITS > tile_units or triton.cdiv(width, BLOCK_UNITS) > tile_blocks
     ):
-        tiles = {"BB": tile_blocks, "BU": tile_units}
-        stream_topk_triton(scores, plan, lists, tiles, always=always, workspace=workspace)
+        stream_topk_triton(scores, lists, domain, held, workspace)

@@ -3,6 +3,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device functions that rank scores in the registers of one program."""
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -10,6 +13,50 @@ from ..triton_ops import FLOAT32_MAX
 
 # Until few are left, or for so many steps, bounds may lie between scores: those steps cost less.
 SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
+
+
+class Domain(NamedTuple):
+    """What rows are selected from, and what is always selected."""
+
+    tail_start: torch.Tensor
+    k_units: torch.Tensor
+    reselect: torch.Tensor
+    sink: int
+    recent: int
+    capacity: int
+
+
+class Held(NamedTuple):
+    """Constants: shapes, and how much of a row the one program that takes it holds in registers.
+
+    BLOCKS block maxima and UNITS units are held, BLOCK units are a block. WHOLE says that a row's
+    last block is readable whole, COLUMNS are the columns of a row's state.
+    """
+
+    H: int
+    UNIT: int
+    BLOCK: int
+    WHOLE: bool
+    COLUMNS: int
+    BLOCKS: int
+    UNITS: int
+
+
+@triton.jit
+def row_budget(domain, i_r, UNIT: tl.constexpr):
+    """(whether row ``i_r`` selects anew, tokens of its domain, units of it, units to select)."""
+    reselected = tl.load(domain.reselect + i_r) != 0
+    tokens = tl.load(domain.tail_start + i_r)
+    n = tl.cdiv(tokens, UNIT)
+    k = tl.minimum(tl.minimum(tl.load(domain.k_units + i_r), n), domain.capacity)
+    return reselected, tokens, n, k
+
+
+@triton.jit
+def free_range(domain, tokens, n, UNIT: tl.constexpr):
+    """[first, last) of the units that are not always selected."""
+    first = tl.cdiv(domain.sink, UNIT)
+    return first, tl.minimum(tl.maximum(tokens - domain.recent, 0) // UNIT, n)
 
 
 @triton.jit
@@ -96,20 +143,20 @@ def _cut_ties(b_tie, last, ties, need):
 
 
 @triton.jit
-def winners(b_s, b_i, floor, last, k, SIZE: tl.constexpr):
+def winners(b_s, b_i, threshold, last, k, SIZE: tl.constexpr):
     """(mask of the k best of ``SIZE`` scores, a score that all of them reach).
 
-    Of equal scores those with the lower index ``b_i``, at most ``last``, win. ``floor`` is a score
-    that at least k reach, or -inf.
+    Of equal scores those with the lower index ``b_i``, at most ``last``, win. ``threshold`` is a
+    score that at least k reach, or -inf.
     """
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
-    return search_winners(b_s, b_i, floor, forced, last, k, SIZE)
+    return search_winners(b_s, b_i, threshold, forced, last, k, SIZE)
 
 
 @triton.jit
-def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
+def search_winners(b_s, b_i, threshold, forced, last, k, SIZE: tl.constexpr):
     """As :func:`winners` with the count of scores that are +inf; from k on it may be too high."""
-    score, above, reach = kth_best(b_s, floor, forced, k, k, SIZE)
+    score, above, reach = kth_best(b_s, threshold, forced, k, k, SIZE)
     cut = last
     if reach != k:
         b_tie = tl.where(b_s == score, b_i, 2147483647)
@@ -118,21 +165,21 @@ def search_winners(b_s, b_i, floor, forced, last, k, SIZE: tl.constexpr):
 
 
 @triton.jit
-def kth_best(b_s, floor, forced, k, most, SIZE: tl.constexpr):
-    """(a score that at least k and at most ``most`` of ``SIZE`` scores reach, or the k-th best if
-    equal ones leave none; how many are above it then; how many reach it).
+def kth_best(b_s, threshold, forced, k, at_most, SIZE: tl.constexpr):
+    """(a score that at least k and at most ``at_most`` of ``SIZE`` scores reach, or the k-th best
+    if equal ones leave none; how many are above it then; how many reach it).
 
     See :func:`search_winners`; +inf where ``forced`` are enough, -inf where too few are above that.
     """
-    low = floor
-    if floor == float("-inf"):
+    low = threshold
+    if threshold == float("-inf"):
         low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
     low = tl.minimum(low, FLOAT32_MAX)
     high = tl.max(tl.where(b_s < float("inf"), b_s, float("-inf")))
     count_lo = count_reaching(b_s, low, SIZE)
     count_hi = forced
     lo = key_of(low)
-    searched = (forced < k) & (count_lo > most)
+    searched = (forced < k) & (count_lo > at_most)
     hi = tl.where(searched, key_of(high), lo)
     weight_lo = tl.abs(log_ratio(count_lo, k))
     weight_hi = tl.abs(log_ratio(forced, k))
@@ -160,7 +207,7 @@ def kth_best(b_s, floor, forced, k, most, SIZE: tl.constexpr):
         else:
             lo = tl.where(up, middle, lo)
             hi = tl.where(up, hi, middle - 1)
-        hi = tl.where(up & (count <= most), lo, hi)
+        hi = tl.where(up & (count <= at_most), lo, hi)
         side = moved
         step += 1
 

@@ -10,10 +10,10 @@ from ..records import padded_blocks
 STREAM_SPLITS = 32
 """Programs that share a row which does not fit in the registers of one."""
 
-MAX_PARTS = 16
+MAX_SPLITS = 16
 """Programs that share a row of a short list, at most."""
 
-FOUND_UNITS = 4096
+MAX_CANDIDATES = 4096
 """Units that each of those may list."""
 
 MAX_PROGRAMS = 256
@@ -22,9 +22,9 @@ MAX_PROGRAMS = 256
 _STATE_COLUMNS = 8 + 4 * STREAM_SPLITS
 
 
-def _found_units(max_rows: int, num_kv_heads: int) -> int:
+def _candidates(max_rows: int, num_kv_heads: int) -> int:
     """Programs that share rows, at most, times what each may list."""
-    return FOUND_UNITS * min(MAX_PROGRAMS, max_rows * num_kv_heads * MAX_PARTS)
+    return MAX_CANDIDATES * min(MAX_PROGRAMS, max_rows * num_kv_heads * MAX_SPLITS)
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class TopkWorkspace:
             that is streamed, the bits of the scores near the k-th best, or units, where one
             program takes it.
         state: [R, H, columns] int32, what the programs that share a row tell each other.
-        found_scores: float32, flat, scores of the units that may win, listed by each of the
+        candidate_scores: float32, flat, scores of the units that may win, listed by each of the
             programs that share a row of a short list.
-        found_units: int32, flat, which units they are.
+        candidate_units: int32, flat, which units they are.
     """
 
     blocks: torch.Tensor
     state: torch.Tensor
-    found_scores: torch.Tensor
-    found_units: torch.Tensor
+    candidate_scores: torch.Tensor
+    candidate_units: torch.Tensor
 
     def rows(self, batch_size: int) -> "TopkWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
@@ -77,10 +77,10 @@ def make_topk_workspace(
     """
     blocks = padded_blocks(max_units)
     shape = (max_rows, num_kv_heads)
-    found = _found_units(max_rows, num_kv_heads)
+    candidates = _candidates(max_rows, num_kv_heads)
     return TopkWorkspace(
         blocks=torch.zeros((*shape, min(blocks, capacity_units)), dtype=torch.int32, device=device),
         state=torch.zeros((*shape, _STATE_COLUMNS), dtype=torch.int32, device=device),
-        found_scores=torch.zeros(found, dtype=torch.float32, device=device),
-        found_units=torch.zeros(found, dtype=torch.int32, device=device),
+        candidate_scores=torch.zeros(candidates, dtype=torch.float32, device=device),
+        candidate_units=torch.zeros(candidates, dtype=torch.int32, device=device),
     )

@@ -8,32 +8,27 @@ import triton
 import triton.language as tl
 
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import cast, dot, scaled_logits, slots_of
+from ..triton_ops import cast, dot, online_softmax, row_table, scaled_logits, slots_of
 from .score_kernel import block_queries, load_queries
 from .types import TilePlan
 
-# (keys at a time, stages, warps).
+# (keys at a time, stages, warps), as measured on one H200.
 ATTEND_TILE = (32, 3, 4)
 
 
 @triton.jit
 def tile_attend_kernel(
     q,
-    k_buffer,
-    v_buffer,
-    page_table,
-    seq_lens,
+    kv,
+    plan,
     first,
     q_rows,
-    tail_start,
-    k_units,
     list_rows,
     indices,
     counts,
     head_map,
     out,
     stride_q,
-    stride_table,
     capacity,
     scale_log2,
     logit_cap,
@@ -52,11 +47,11 @@ def tile_attend_kernel(
     if head_map is not None:
         i_list = tl.load(head_map + i_h)
     i_l = tl.load(list_rows + i_t).to(tl.int64) * LISTS + i_list
-    seq_len = tl.load(seq_lens + i_t)
+    seq_len = tl.load(plan.seq_lens + i_t)
     start = tl.load(first + i_t)
     q_row = tl.load(q_rows + i_t)
-    tail = tl.load(tail_start + i_t)
-    listed = tl.minimum(tl.load(k_units + i_t), capacity)
+    tail = tl.load(plan.tail_start + i_t)
+    listed = tl.minimum(tl.load(plan.k_units + i_t), capacity)
     counted = tl.load(counts + i_l)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D)
     b_q = load_queries(q, q_row, seq_len - start, i_h, stride_q, G, BM, D)
@@ -64,7 +59,7 @@ def tile_attend_kernel(
     b_acc = tl.zeros((BM, D), tl.float32)
     b_max = tl.full((BM,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BM,), tl.float32)
-    p_table = page_table + i_t.to(tl.int64) * stride_table
+    p_table = row_table(kv, i_t)
     p_list = indices + i_l * capacity
     # One sequence of tokens: the tail, then the list.
     tail_tokens = seq_len - tail
@@ -80,20 +75,14 @@ def tile_attend_kernel(
         # [BN]
         o_kv = (slots_of(p_table, b_pos, m_n, PAGE).to(tl.int64) * H + i_h) * D
         # [BN, D]
-        b_k = tl.load(k_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
         # [BM, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BM, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         b_s = tl.where(m_n[None, :] & (b_pos[None, :] <= o_p[:, None]), b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        # A tile whose rows are all masked must not turn -inf - -inf into NaN.
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
-        b_max = b_new
+        b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
-        b_v = tl.load(v_buffer + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
     b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_o = ((q_row + o_m // G).to(tl.int64) * H + i_h) * G + o_m % G
@@ -103,21 +92,15 @@ def tile_attend_kernel(
 
 
 def tile_attention_triton(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: TilePlan,
-    lists: Lists,
-    *,
-    softmax: Softmax,
+    q: torch.Tensor, kv: KVView, plan: TilePlan, lists: Lists, *, softmax: Softmax,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Launch :func:`tile_attend_kernel`, one program a tile and KV head."""
     rows, heads, group = plan.rows, kv.num_heads, kv.group_of(q)
     tokens, stages, warps = ATTEND_TILE
     tile_attend_kernel[(rows.num_rows * heads,)](
-        q, kv.k, kv.v, kv.page_table, rows.seq_lens, rows.update_start, plan.q_rows,
-        rows.tail_start, rows.k_units, lists.rows, lists.indices, lists.counts, lists.head_map, out,
-        q.stride(0), kv.page_table.stride(0), lists.capacity, softmax.scale_log2,
+        q, kv.args, rows.args, rows.update_start, plan.q_rows, lists.rows, lists.indices,
+        lists.counts, lists.head_map, out, q.stride(0), lists.capacity, softmax.scale_log2,
         softmax.logit_cap,
         H=heads, LISTS=lists.indices.shape[1], G=group, BM=block_queries(plan, group),
         D=q.shape[2], PAGE=kv.page_size, BN=tokens, HAS_CAP=softmax.logit_cap > 0, STAGES=stages,

@@ -43,14 +43,9 @@ def tile_score_reference(
 
 
 def tile_attention_reference(
-    q: torch.Tensor,
-    kv: KVView,
-    plan: TilePlan,
-    lists: Lists,
-    *,
-    softmax: Softmax,
+    q: torch.Tensor, kv: KVView, plan: TilePlan, lists: Lists, *, softmax: Softmax,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.tile_attention`."""
     heads, rows = kv.num_heads, plan.rows
     head = torch.arange(heads, device=q.device)[:, None]

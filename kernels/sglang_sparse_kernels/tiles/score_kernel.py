@@ -14,10 +14,18 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..records import BLOCK_UNITS, KVView, Scores, Softmax
-from ..triton_ops import dot, scaled_logits, slots_of, store_scores
+from ..triton_ops import (
+    dot,
+    online_softmax,
+    row_table,
+    scaled_logits,
+    selects_anew,
+    slots_of,
+    store_scores,
+)
 from .types import TilePlan
 
-# (keys at a time, stages, warps) of each kernel.
+# (keys at a time, stages, warps) of each kernel, as measured on one H200.
 SUM_TILE = (128, 2, 4)
 POOL_TILE = (128, 2, 8)
 # Probabilities are pooled times 2 ** 96, so that fp32 holds them down to 2 ** -222.
@@ -96,26 +104,19 @@ def _add_sums(
         b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
         m_s = (o_n[None, :] <= o_p[:, None]) & (o_n < end)[None, :]
         b_s = tl.where(m_s, b_s, float("-inf"))
-        b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-        b_sum = b_sum * tl.exp2(b_max - b_shift) + tl.sum(tl.exp2(b_s - b_shift[:, None]), 1)
-        b_max = b_new
+        _, _, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
     return b_max, b_sum
 
 
 @triton.jit
 def tile_lse_kernel(
     q,
-    k_buffer,
-    page_table,
-    seq_lens,
+    kv,
+    plan,
     first,
     q_rows,
-    k_units,
-    reselect,
     lse,
     stride_q,
-    stride_table,
     scale_log2,
     logit_cap,
     H: tl.constexpr,
@@ -128,19 +129,19 @@ def tile_lse_kernel(
     STAGES: tl.constexpr,
 ):
     i_t, i_h = tl.program_id(0) // H, tl.program_id(0) % H
-    if (tl.load(reselect + i_t) != 0) & (tl.load(k_units + i_t) > 0):
-        seq_len = tl.load(seq_lens + i_t)
+    if selects_anew(plan, i_t):
+        seq_len = tl.load(plan.seq_lens + i_t)
         start = tl.load(first + i_t)
         o_m = tl.arange(0, BM)
         b_q = load_queries(q, tl.load(q_rows + i_t), seq_len - start, i_h, stride_q, G, BM, D)
         o_p = start + o_m // G
-        p_table = page_table + i_t.to(tl.int64) * stride_table
+        p_table = row_table(kv, i_t)
         b_max = tl.full((BM,), float("-inf"), tl.float32)
         b_sum = tl.zeros((BM,), tl.float32)
         # Every query sees all of [0, seen), so that no mask is needed there.
         seen = start // BN * BN
         b_max, b_sum = _add_sums(
-            b_q, b_max, b_sum, k_buffer, p_table, o_p, seen, seq_len, i_h, scale_log2, logit_cap,
+            b_q, b_max, b_sum, kv.k, p_table, o_p, seen, seq_len, i_h, scale_log2, logit_cap,
             H, BM, D, PAGE, BN, HAS_CAP, 1,
         )  # fmt: skip
         b_max = tl.where(b_max == float("-inf"), 0.0, b_max)
@@ -149,12 +150,12 @@ def tile_lse_kernel(
         b_all = b_sum
         for i_n in tl.range(0, seen, BN, num_stages=STAGES):
             o_n = i_n + tl.arange(0, BN)
-            b_k = _load_keys(k_buffer, p_table, o_n, o_n < seen, i_h, H, D, PAGE, True)
+            b_k = _load_keys(kv.k, p_table, o_n, o_n < seen, i_h, H, D, PAGE, True)
             b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
             b_all += tl.sum(tl.exp2(b_s - b_max[:, None]), 1)
         if tl.max(b_all) == float("inf"):
             b_max, b_all = _add_sums(
-                b_q, b_max, b_sum, k_buffer, p_table, o_p, 0, seen, i_h, scale_log2, logit_cap,
+                b_q, b_max, b_sum, kv.k, p_table, o_p, 0, seen, i_h, scale_log2, logit_cap,
                 H, BM, D, PAGE, BN, HAS_CAP, 1,
             )  # fmt: skip
         tl.store(lse + tl.program_id(0).to(tl.int64) * BM + o_m, b_max + tl.log2(b_all))
@@ -163,19 +164,14 @@ def tile_lse_kernel(
 @triton.jit
 def tile_pool_kernel(
     q,
-    k_buffer,
-    page_table,
-    seq_lens,
+    kv,
+    plan,
     first,
     q_rows,
-    tail_start,
-    k_units,
-    reselect,
     lse,
     out,
     block_max,
     stride_q,
-    stride_table,
     width,
     blocks,
     scale_log2,
@@ -194,10 +190,10 @@ def tile_pool_kernel(
 ):
     # HEADS: KV heads that share a list.
     i_tl, i_t = tl.program_id(0).to(tl.int64), tl.program_id(0) // LISTS
-    if (tl.load(reselect + i_t) != 0) & (tl.load(k_units + i_t) > 0):
-        seq_len = tl.load(seq_lens + i_t)
+    if selects_anew(plan, i_t):
+        seq_len = tl.load(plan.seq_lens + i_t)
         start = tl.load(first + i_t)
-        n = tl.load(tail_start + i_t)
+        n = tl.load(plan.tail_start + i_t)
         q_row = tl.load(q_rows + i_t)
         o_m = tl.arange(0, BM)
         m_m = o_m < (seq_len - start) * G
@@ -206,7 +202,7 @@ def tile_pool_kernel(
         # A row without a query adds nothing: exp2(-inf) is 0.
         p_lse = lse + (i_t.to(tl.int64) * H + i_h) * BM + o_m
         b_lse = tl.load(p_lse, mask=m_m, other=float("inf")) - LIFT
-        p_table = page_table + i_t.to(tl.int64) * stride_table
+        p_table = row_table(kv, i_t)
         for i_b in tl.range(
             tl.program_id(1), tl.cdiv(n, BN), tl.num_programs(1), num_stages=STAGES
         ):
@@ -218,7 +214,7 @@ def tile_pool_kernel(
                     b_q = load_queries(q, q_row, seq_len - start, i_h + i_g, stride_q, G, BM, D)
                     b_lse = tl.load(p_lse + i_g * BM, mask=m_m, other=float("inf")) - LIFT
                 # [BN, D]
-                b_k = _load_keys(k_buffer, p_table, o_n, m_n, i_h + i_g, H, D, PAGE, False)
+                b_k = _load_keys(kv.k, p_table, o_n, m_n, i_h + i_g, H, D, PAGE, False)
                 # [BN, BM]: queries along the threads' registers, where they are added up.
                 b_s = _logits(
                     b_k, b_q, tl.zeros((BN, BM), tl.float32), scale_log2, logit_cap, HAS_CAP
@@ -250,19 +246,18 @@ def tile_score_triton(
         "PAGE": kv.page_size,
         "HAS_CAP": softmax.logit_cap > 0,
     }
-    keys = (q, kv.k, kv.page_table, rows.seq_lens, rows.update_start, plan.q_rows)
-    strides = (q.stride(0), kv.page_table.stride(0))
+    keys = (q, kv.args, rows.args, rows.update_start, plan.q_rows)
     tokens, stages, warps = SUM_TILE
     tile_lse_kernel[(tiles * heads,)](
-        *keys, rows.k_units, rows.reselect, lse, *strides, softmax.scale_log2, softmax.logit_cap,
+        *keys, lse, q.stride(0), softmax.scale_log2, softmax.logit_cap,
         BN=tokens, STAGES=stages, num_warps=warps, **shapes,
     )  # fmt: skip
     tokens, stages, warps = POOL_TILE
     fill = programs_to_fill(q.device, 2) // (tiles * lists)
     splits = max(1, min(fill, triton.cdiv(width, tokens)))
     tile_pool_kernel[(tiles * lists, splits)](
-        *keys, rows.tail_start, rows.k_units, rows.reselect, lse, out.values, out.block_max,
-        *strides, width, out.block_max.shape[2], softmax.scale_log2, softmax.logit_cap,
+        *keys, lse, out.values, out.block_max,
+        q.stride(0), width, out.block_max.shape[2], softmax.scale_log2, softmax.logit_cap,
         LISTS=lists, HEADS=heads // lists, BLOCK=BLOCK_UNITS, BN=tokens, STAGES=stages,
         num_warps=warps, **shapes,
     )  # fmt: skip

@@ -11,18 +11,20 @@ from test_attend import naive_attention, rounding
 from sglang_sparse_kernels import (
     COUNTERS,
     Always,
+    AttendUntil,
+    BoundResidual,
+    FindStop,
     Lists,
     MassStop,
     Scores,
-    StopState,
+    Stage,
+    StepContext,
+    decode_step,
     make_progressive_workspace,
     num_chunks,
     num_stop_checks,
     padded_blocks,
-    page_bounds,
-    progressive_decode_attention,
     rank_units,
-    residual_bounds,
     select_topk,
 )
 
@@ -82,6 +84,17 @@ def unit_logits(batch: Batch, row: int, logit_cap: float = 0.0) -> torch.Tensor:
     return logit_cap * torch.tanh(logits / logit_cap) if logit_cap else logits
 
 
+def unit_products(batch: Batch, row: int) -> torch.Tensor:
+    """float64 [H, G, units]: bounds of the absolute sums of a logit's products, by page bounds."""
+    tokens, size = int(batch.plan.tail_start[row]), batch.page_size
+    at = torch.arange(tokens, device=DEVICE)
+    slots = batch.plan.page_table[row].long()[at // size] * size + at % size
+    query = batch.q[row].double().view(batch.heads, batch.group, -1).abs()
+    largest = batch.k[0][slots].double().abs().amax(0)  # [H, D]
+    products = torch.einsum("hgd,hd->hg", query, largest) * batch.dim**-0.5
+    return products[..., None].expand(-1, -1, -(-tokens // batch.unit))
+
+
 def unit_masses(batch: Batch, row: int, logit_cap: float = 0.0) -> torch.Tensor:
     """float64 [H, G, units] sums of exp(logit)."""
     weights = unit_logits(batch, row, logit_cap).exp()
@@ -136,24 +149,23 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: i
     )
     ranking = batch.lists(got["indices"], got["ranked"])
     rank_units(scored, batch.plan, picked, ranking, always=ALWAYS, impl=impl)
+    stages: list[Stage] = []
+    if ask.upper:
+        heads_of = (rows, batch.heads, batch.group)
+        shape = (*heads_of, num_stop_checks(*sizes))
+        got["bounds"] = torch.full(shape, NAN, dtype=work, device=DEVICE)
+    stop = MassStop(ALWAYS, ask.microbatch, ask.share, ask.shares(rows), got["bounds"])
     if ask.upper:
         cuboids = batch.cuboids(batch.make_planes(None, True))
-        limits = torch.full((rows, batch.heads, batch.group, scores.shape[2]), NAN, dtype=work)
-        limits = limits.to(DEVICE)
-        page_bounds(batch.q, cuboids, batch.plan, out=limits, impl=impl)
-        shape = (*limits.shape[:3], num_stop_checks(*sizes))
-        got["bounds"] = torch.full(shape, NAN, dtype=work, device=DEVICE)
-        residual_bounds(
-            limits, scored, batch.plan, ranking, always=ALWAYS, microbatch=ask.microbatch,
-            softmax=batch.softmax(ask.logit_cap), margin=ask.margin, out=got["bounds"], impl=impl,
-        )  # fmt: skip
-    stop = MassStop(ALWAYS, ask.microbatch, ask.share, ask.shares(rows), got["bounds"])
-    state = StopState(got["reached"], got["expected"], got["counters"])
-    options = {"softmax": batch.softmax(ask.logit_cap), "workspace": workspace, "impl": impl}
-    progressive_decode_attention(
-        batch.q, batch.kv, batch.plan, ranking, stop, state,
-        out=got["out"] if ask.output else None, **options,
+        limits = torch.full((*heads_of, scores.shape[2]), NAN, dtype=work, device=DEVICE)
+        stages = [BoundResidual(cuboids, scored, ask.margin, got["ranked"], limits, stop)]
+    until = AttendUntil if ask.output else FindStop
+    stages.append(until(stop, got["ranked"], got["expected"], got["counters"], workspace))
+    step = StepContext(
+        batch.q, batch.kv, batch.plan, batch.lists(got["indices"], got["reached"]),
+        batch.softmax(ask.logit_cap), got["out"], impl,
     )  # fmt: skip
+    decode_step(stages, step)
     got["expected"] = got["expected"][batch.plan.request_slots.long()]
     return got
 

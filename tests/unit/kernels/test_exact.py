@@ -12,16 +12,19 @@ from kernel_cases import DEVICE, NAN, Batch
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
     Always,
+    Attend,
+    ExactScore,
     ExactWorkspace,
     Scores,
+    Select,
+    StepContext,
+    decode_step,
     exact_score,
-    gathered_decode_attention,
     make_exact_workspace,
     make_scores,
     make_topk_workspace,
     make_workspace,
     padded_blocks,
-    select_topk,
 )
 
 UNTOUCHED = 12345.0
@@ -79,6 +82,18 @@ def naive(batch: Batch, pool: str, logit_cap: float) -> tuple[torch.Tensor, torc
     return score, size
 
 
+def score_rounding(size: torch.Tensor, want: torch.Tensor, dim: int) -> torch.Tensor:
+    """How far float32 scores may be from ``want``, with ``size`` of :func:`naive`, in log 2.
+
+    A logit and the logarithm of the row's sum are off by a dot product's rounding each. Scaling,
+    tanh, exp2, sums and log2 add at most 16 roundings of what they hold: of the logits' size, of
+    the score, and, since a relative error is an absolute one of a logarithm, of the 32 terms that a
+    warp's sums add up at once.
+    """
+    few = 16 * UNIT_ROUNDOFF[torch.float32]
+    return 2 * dot_rounding(size, dim) + few * (size + want.abs().where(size > 0, 0) + 32)
+
+
 def score(
     batch: Batch, pool: str, impl: str, logit_cap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,10 +134,7 @@ def test_kernel_is_within_float32_rounding_of_float64(
     batch = make_batch(case)
     want, size = naive(batch, pool, logit_cap)
     got, block_max = score(batch, pool, "triton", logit_cap)
-    # A logit and the logarithm of the row's sum are off by a dot product's rounding each; scaling,
-    # tanh, exp2, sums and log2 add a few roundings of what they hold, which the sizes bound.
-    few = 16 * UNIT_ROUNDOFF[torch.float32]
-    slack = 2 * dot_rounding(size, batch.dim) + few * (size + want.abs().where(size > 0, 0) + 32)
+    slack = score_rounding(size, want, batch.dim)
     inside = want != UNTOUCHED
     error = (got[..., : want.shape[2]].double() - want).abs()
     assert (error <= slack)[inside].all(), error[inside].max()
@@ -155,7 +167,7 @@ def test_any_number_of_splits_gives_the_same_scores(
     options = {"softmax": batch.softmax(), "pool": "group", "out": out, "impl": "triton"}
     exact_score(batch.q, batch.kv, batch.plan, workspace=workspace, **options)
     inside = want != UNTOUCHED
-    slack = 2 * dot_rounding(size, 64) + 2.0**-16
+    slack = score_rounding(size, want, 64)
     assert ((out.values[..., :511].double() - want).abs() <= slack)[inside].all()
     short = ExactWorkspace(workspace.logits, workspace.partials[1:])
     with pytest.raises(ValueError, match="workspace holds"):
@@ -198,20 +210,18 @@ class Anchor:
     def step(self) -> None:
         batch, plan = self.batch, self.batch.plan
         batch.fill_plan(plan, self.seq_lens, self.impl)
-        exact_score(
-            batch.q, batch.kv, plan, softmax=batch.softmax(), pool="group", out=self.scores,
-            workspace=self.exact, impl=self.impl,
-        )  # fmt: skip
-        select_topk(
-            self.scores, plan, batch.lists(self.indices, self.counts), always=Always(4, 8),
-            workspace=self.topk, impl=self.impl,
-        )  # fmt: skip
-        for layer, head_map in enumerate((None, self.head_map)):
-            gathered_decode_attention(
-                batch.q, batch.kv_of(layer), plan,
-                batch.lists(self.indices, self.counts, head_map), softmax=batch.softmax(),
-                out=self.out[layer], workspace=self.workspace, impl=self.impl,
+        attend = Attend(self.workspace)
+        anchor = [
+            ExactScore("group", self.scores, self.exact),
+            Select(self.scores, Always(4, 8), self.topk),
+            attend,
+        ]
+        for layer, (stages, taken) in enumerate(((anchor, None), ([attend], self.head_map))):
+            step = StepContext(
+                batch.q, batch.kv_of(layer), plan, batch.lists(self.indices, self.counts, taken),
+                batch.softmax(), self.out[layer], self.impl,
             )  # fmt: skip
+            decode_step(stages, step)
 
 
 def test_anchors_and_reuse_layers_decode_alike_in_both_implementations() -> None:

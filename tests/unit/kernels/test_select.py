@@ -17,7 +17,7 @@ from sglang_sparse_kernels import (
     padded_blocks,
     select_topk,
 )
-from sglang_sparse_kernels.select import alone, kernel, share, stream
+from sglang_sparse_kernels.select import kernel, one_program, split, stream
 
 STALE = -7
 LARGEST = torch.finfo(torch.float32).max
@@ -26,7 +26,7 @@ LARGEST = torch.finfo(torch.float32).max
 @pytest.fixture(autouse=True)
 def rows_are_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of few rows reach the kernels of many; the test of shared rows asks for parts."""
-    monkeypatch.setattr(kernel, "parts_of", lambda *_: 0)
+    monkeypatch.setattr(kernel, "num_splits", lambda *_: 0)
 
 
 def naive_topk(scores: list[float], kept: int, below: int, start: int) -> list[int]:
@@ -89,8 +89,8 @@ def select(
         workspace = make_topk_workspace(rows, batch.heads, scores.shape[2], batch.capacity, DEVICE)
     workspace.blocks.fill_(2**30)
     workspace.state.fill_(2**30)
-    workspace.found_scores.fill_(NAN)
-    workspace.found_units.fill_(2**30)
+    workspace.candidate_scores.fill_(NAN)
+    workspace.candidate_units.fill_(2**30)
     # Scores from elsewhere: the test's own stay as they are.
     blocks = torch.full((*scores.shape[:2], padded_blocks(scores.shape[2])), NAN, device=DEVICE)
     found = Scores(scores.clone(), blocks)
@@ -195,7 +195,7 @@ def test_tiles_of_any_size_give_the_same_lists(
 
 def small_streams(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
     """Rows of a thousand units in several parts of several tiles."""
-    small = {"STREAM_UNITS": 512, "PART_UNITS": 64, "CHUNK": 4, "MOST_OPEN": 16}
+    small = {"STREAM_UNITS": 512, "TILE_UNITS": 64, "CHUNK": 4, "MOST_BETWEEN": 16}
     small |= {"FEW_LISTED": 128, "MOST_LISTED": 256} | sizes
     for name, value in small.items():
         monkeypatch.setattr(stream, name, value)
@@ -231,7 +231,7 @@ def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
 ) -> None:
     monkeypatch.setattr(kernel, "_tiles", lambda *_: (512, 256, 4))
     small_streams(
-        monkeypatch, STREAM_UNITS=sample, PART_UNITS=256, MOST_OPEN=64, FEW_LISTED=few,
+        monkeypatch, STREAM_UNITS=sample, TILE_UNITS=256, MOST_BETWEEN=64, FEW_LISTED=few,
         MOST_LISTED=1024,
     )  # fmt: skip
     batch = Batch([12_000], budget=1500, heads=1, capacity=1500, seed=8, dense_rows=())
@@ -239,7 +239,7 @@ def test_parts_share_a_row_and_one_program_takes_what_they_cannot(
     workspace = make_topk_workspace(1, 1, 12_000, 1500, DEVICE)
     got = select(batch, scores, "triton", workspace, sink=4, recent=9)
     check_lists(batch, scores, got, 4, 9)
-    assert workspace.state[0, 0, alone.DONE.value] == done
+    assert workspace.state[0, 0, one_program.DONE.value] == done
 
 
 WHOLE, BLOCKS, SAMPLE = (1024, 1024), (256, 1024), (256, 64)
@@ -258,11 +258,11 @@ def test_several_programs_share_few_rows(
     kind: str, looked_at: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows looked at whole, by all block maxima or by a sample of them; parts of several tiles."""
-    monkeypatch.setattr(kernel, "parts_of", lambda *_: 2)
+    monkeypatch.setattr(kernel, "num_splits", lambda *_: 2)
     sizes = {"WHOLE_UNITS": looked_at[0], "MAX_BLOCKS": looked_at[1]}
-    sizes |= {"PART_UNITS": 128, "FALLBACK_UNITS": 256, "LEAST_BUDGET": 16, "WRITE_UNITS": 64}
+    sizes |= {"TILE_UNITS": 128, "FALLBACK_UNITS": 256, "LEAST_BUDGET": 16, "WRITE_UNITS": 64}
     for name, value in sizes.items():
-        monkeypatch.setattr(share, name, value)
+        monkeypatch.setattr(split, name, value)
     batch = Batch(
         [1101, 90, 300], budget=60, heads=1, capacity=80, dense_rows=(1,),
         seed=KINDS.index(kind) + looked_at[1],
@@ -277,13 +277,13 @@ def test_several_programs_share_few_rows(
 def test_a_row_that_parts_cannot_list_is_taken_by_one_program(
     kind: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "parts_of", lambda *_: 2)
+    monkeypatch.setattr(kernel, "num_splits", lambda *_: 2)
     batch = Batch([1000], budget=40, heads=1, capacity=40, seed=9, dense_rows=())
     scores = random_scores(batch, kind, 1000)
     workspace = make_topk_workspace(1, 1, 1000, 40, DEVICE)
     got = select(batch, scores, "triton", workspace, sink=4, recent=9)
     check_lists(batch, scores, got, 4, 9)
-    found = workspace.state[0, 0, share.FOUND.value :][:2]
+    found = workspace.state[0, 0, split.CANDIDATES.value :][:2]
     assert bool(found.sum() <= 1000) == shared
 
 

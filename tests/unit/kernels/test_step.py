@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole decode steps: all operators together, both implementations, and under a CUDA graph."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF
@@ -8,22 +10,37 @@ from kernel_cases import DEVICE, NAN, Batch, Guarded
 
 from sglang_sparse_kernels import (
     Always,
+    Attend,
     DecodePlan,
     KVView,
     Lists,
+    PageScore,
     PlaneBuffers,
     Scores,
+    Select,
+    SketchScore,
+    Stage,
+    StepContext,
     TopkWorkspace,
-    gathered_decode_attention,
+    decode_step,
     make_topk_workspace,
     make_workspace,
     padded_blocks,
-    page_minmax_score,
-    select_channels,
-    select_topk,
-    sketch_score,
     update_planes,
 )
+
+
+@dataclass(frozen=True)
+class Replace:
+    """A stage that puts other scores in the place of those that were written."""
+
+    values: torch.Tensor
+    others: torch.Tensor
+
+    def run(self, step: StepContext) -> None:
+        """Written in the same places; how close they are is test_score's to judge."""
+        assert torch.equal(self.values == -77.0, self.others == -77.0)
+        self.values.copy_(self.others)
 
 
 class Decoder:
@@ -49,27 +66,24 @@ class Decoder:
         self.workspace = full((needed,), -77.0, torch.float32)
         self.out = full((rows, heads, batch.dim), -77.0, batch.dtype)
 
+    def stages(self, scores: torch.Tensor | None) -> list[Stage]:
+        """The stages of one step; ``scores`` replace the ones that are computed."""
+        batch, always = self.batch, Always(4, 8)
+        stages: list[Stage] = [PageScore(batch.cuboids(self.planes), "max", self.scores)]
+        if batch.unit == 1:
+            stages = [SketchScore(batch.sketch(self.planes), self.channels, "max", self.scores)]
+        if scores is not None:
+            stages.append(Replace(self.scores.values, scores))
+        return [*stages, Select(self.scores, always, self.topk), Attend(self.workspace)]
+
     def step(self, scores: torch.Tensor | None = None) -> None:
         """One decode step; ``scores`` replace the ones that this implementation computed."""
         batch, plan, impl = self.batch, self.plan, self.impl
         batch.fill_plan(plan, self.seq_lens, impl)
-        options = {"reduce": "max", "out": self.scores, "impl": impl}
-        if batch.unit == 1:
-            select_channels(batch.q, self.channels, plan, impl=impl)
-            sketch_score(batch.q, self.channels, batch.sketch(self.planes), plan, **options)
-        else:
-            page_minmax_score(batch.q, batch.cuboids(self.planes), plan, **options)
-        if scores is not None:
-            # Written in the same places; how close they are is test_score's to judge.
-            assert torch.equal(self.scores.values == -77.0, scores == -77.0)
-            self.scores.values.copy_(scores)
         lists = Lists(self.indices, self.counts, plan.request_slots, batch.unit)
-        select_topk(self.scores, plan, lists, always=Always(4, 8), workspace=self.topk, impl=impl)
         kv = KVView(batch.k[0], batch.v[0], plan.page_table, batch.page_size)
-        gathered_decode_attention(
-            batch.q, kv, plan, lists, softmax=batch.softmax(), out=self.out,
-            workspace=self.workspace, impl=impl,
-        )  # fmt: skip
+        step = StepContext(batch.q, kv, plan, lists, batch.softmax(), self.out, impl)
+        decode_step(self.stages(scores), step)
         update_planes(
             batch.k, batch.k_ptrs, self.planes, plan.page_table, plan.update_start, plan.seq_lens,
             page_size=batch.page_size, max_new_tokens=1, impl=impl,

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Exact top-k of a row that does not fit in the registers of the one program that takes it.
+"""Exact top-k of a row by one program whose registers the row does not fit.
 
-The row is read about four times: a sample bounds the k-th best score, two counts test the bounds,
-and only the units between them are searched before the last pass writes the list in order.
+The row is read about four times. A sample bounds the k-th best score, and two counts test the
+bounds. Only the units between the bounds are searched, and a last pass writes the list in order.
 """
 
 import triton
 import triton.language as tl
 
 from .search import (
+    free_range,
     key_of,
     kth_best,
     load_units,
     rankable,
+    row_budget,
     score_of,
     store_winners,
     winners,
@@ -24,30 +26,16 @@ DONE = tl.constexpr(4)  # column of a row's state: whether several programs have
 
 
 @triton.jit
-def is_streamed(n, k, BB: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr):
+def is_streamed(n, k, S: tl.constexpr):
     """Whether a row fits neither whole nor pruned; :func:`stream_topk_kernel` takes those."""
-    return (n > BU) & ((tl.cdiv(n, BLOCK) > BB) | (k * BLOCK > BU))
+    return (n > S.UNITS) & ((tl.cdiv(n, S.BLOCK) > S.BLOCKS) | (k * S.BLOCK > S.UNITS))
 
 
 @triton.jit
-def streamed_row(
-    tail_start,
-    k_units,
-    reselect,
-    capacity,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BB: tl.constexpr,
-    BU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def streamed_row(domain, S: tl.constexpr):
     """(whether this program's row is streamed, its tokens, units and budget)."""
-    i_r = tl.program_id(0) // H
-    reselected = tl.load(reselect + i_r) != 0
-    tokens = tl.load(tail_start + i_r)
-    n = tl.cdiv(tokens, UNIT)
-    k = tl.minimum(tl.minimum(tl.load(k_units + i_r), n), capacity)
-    return reselected & (k > 0) & is_streamed(n, k, BB, BU, BLOCK), tokens, n, k
+    reselected, tokens, n, k = row_budget(domain, tl.program_id(0) // S.H, S.UNIT)
+    return reselected & (k > 0) & is_streamed(n, k, S), tokens, n, k
 
 
 @triton.jit
@@ -106,7 +94,7 @@ def take_streamed(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Write the k best of any number of units, which are read a few times over.
+    """Write the k best of any number of units.
 
     ``TILE`` units are read, sampled or searched at a time. The sample says between which scores the
     k-th best lies; two counts narrow it to that, and more halve it, until the units in question fit
@@ -145,18 +133,18 @@ def take_streamed(
         # List the units in question, find the k-th best among them.
         # All that reach the key above hi have been counted: so do -0 and +0, which are two keys.
         top = score_of(hi + 1)
-        listed = tl.full((), 0, tl.int32)
+        between = tl.full((), 0, tl.int32)
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
             b_s, o_u = load_units(
                 p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
             )
             b_open = (b_s >= score) & ~(b_s >= top) & (o_u < n)
-            listed = store_winners(p_list, b_open, o_u, listed, limit)
+            between = store_winners(p_list, b_open, o_u, between, limit)
         # The list is read back by other threads of this program.
         tl.debug_barrier()
         o_l = tl.arange(0, ROWS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        m_l = o_l < listed
+        m_l = o_l < between
         b_u = tl.load(p_list + o_l, mask=m_l, other=2147483647)
         b_s = tl.load(p_scores + b_u, mask=m_l, other=float("-inf"))
         b_s = rankable(b_s, b_u, forced_below, free_below, n)
@@ -184,42 +172,22 @@ def stream_topk_kernel(
     scores,
     block_list,
     state,
-    tail_start,
-    k_units,
-    reselect,
+    domain,
     list_rows,
     out_indices,
     width,
     list_blocks,
-    capacity,
-    sink,
-    recent,
-    H: tl.constexpr,
-    UNIT: tl.constexpr,
-    BB: tl.constexpr,
-    BU: tl.constexpr,
+    S: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """Rows that the parts did not finish, by one program each."""
-    streamed, tokens, n, k = streamed_row(
-        tail_start, k_units, reselect, capacity, H, UNIT, BB, BU, BLOCK
-    )
+    """Rows that the splits did not finish, by one program each."""
+    streamed, tokens, n, k = streamed_row(domain, S)
     i_rh = tl.program_id(0).to(tl.int64)
-    if streamed & (tl.load(state + i_rh * COLUMNS + DONE) == 0):
-        i_l = tl.load(list_rows + tl.program_id(0) // H).to(tl.int64) * H + i_rh % H
+    if streamed & (tl.load(state + i_rh * S.COLUMNS + DONE) == 0):
+        i_l = tl.load(list_rows + tl.program_id(0) // S.H).to(tl.int64) * S.H + i_rh % S.H
+        first, last = free_range(domain, tokens, n, S.UNIT)
         take_streamed(
-            scores + i_rh * width,
-            block_list + i_rh * list_blocks,
-            out_indices + i_l * capacity,
-            n,
-            k,
-            tl.cdiv(sink, UNIT),
-            tl.minimum(tl.maximum(tokens - recent, 0) // UNIT, n),
-            list_blocks,
-            TILE,
-            BLOCK,
-            WHOLE,
-        )
+            scores + i_rh * width, block_list + i_rh * list_blocks,
+            out_indices + i_l * domain.capacity, n, k, first, last, list_blocks,
+            TILE, S.BLOCK, S.WHOLE,
+        )  # fmt: skip

@@ -34,3 +34,30 @@ def assert_within_budget(
     assert kernel_error <= eager_error + rounding, (
         f"relative error {kernel_error:.3g} above eager's {eager_error:.3g} + {rounding:.3g}"
     )
+
+
+def attention_rounding(products: torch.Tensor, dim: int, weighted: torch.Tensor) -> torch.Tensor:
+    """Bound of the rounding of softmax attention in float32, for each entry of the output.
+
+    A logit rounds as a sum of ``dim`` products does. A probability is off by that much twice, since
+    its own logit and the sum's round, and by a roundoff for exp, division and each term of the sum.
+    The output's sum over the tokens rounds once more a term.
+
+    Args:
+        products: [..., tokens], the sum of the absolute values of each logit's products.
+        dim: D, terms of a logit.
+        weighted: [..., D], the sum over the tokens of probability times absolute value.
+    """
+    tokens = products.shape[-1]
+    logit = dot_rounding(products.amax(-1, keepdim=True), dim)
+    return (2 * logit + (2 * tokens + 5) * UNIT_ROUNDOFF[torch.float32]) * weighted
+
+
+def mass_rounding(products: torch.Tensor, dim: int) -> float:
+    """Bound of the relative rounding of a sum of exp(logit) over the tokens, in float32.
+
+    ``products`` as for :func:`attention_rounding`: each term is off by its logit's rounding and by
+    that of exp, and each addition rounds.
+    """
+    logit = dot_rounding(products.amax(), dim)
+    return float(logit) + (products.shape[-1] + 2) * UNIT_ROUNDOFF[torch.float32]
