@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client import call
-from local import METHODS, SPARSE
+from local import METHODS, SPARSE, has_gpu
 
 TOKENS = 24
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
@@ -47,7 +47,9 @@ SPARSE_PROMPTS = "kascade_sketch with sparse prompts"
 
 def configurations() -> dict[str, list[str]]:
     """Flags of every server of the checks, by its name."""
-    found = {"dense": ["--page-size", "64"]}
+    # Of SGLang's dense backends the one that sparse servers have inside.
+    backend = ["--attention-backend", "flashinfer"] if has_gpu() else []
+    found = {"dense": [*backend, "--page-size", "64"]}
     for method in METHODS:
         config: dict[str, Any] = {"min_sparse_tokens": 64, "budget": WHOLE[method][0]}
         found[method] = [*SPARSE[:2], "--sparse-method", method]

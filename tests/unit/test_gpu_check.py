@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-import scripts  # noqa: F401  isort: skip
+import scripts  # isort: skip
 import gpu_check  # isort: skip
 import served_checks  # isort: skip
 from served_checks import EQUAL, SELECTED, Answer, Outcome, compare
@@ -244,3 +244,18 @@ def test_every_method_is_served_and_may_attend_to_everything() -> None:
             config = json.loads(flags[flags.index("--sparse-config") + 1])
             assert config["min_sparse_tokens"] <= served_checks.LENGTHS[0]
             assert ("prefill" in config) == (name == served_checks.SPARSE_PROMPTS)
+
+
+def test_the_committed_report_is_complete_and_linked() -> None:
+    path = scripts.GPU_CHECKS / "h200.json"
+    pages = [scripts.ROOT / "README.md", scripts.ROOT / "DESIGN.md", *scripts.DOCS.glob("*.md")]
+    linked = [page.name for page in pages if "tests/gpu/h200.json" in page.read_text()]
+    assert bool(linked) == path.exists(), linked
+    if path.exists():
+        report = json.loads(path.read_text())
+        assert report["ok"] is True
+        assert set(report["parts"]) == {"kernels", "served", "soak"}
+        assert report["parts"]["kernels"]["compiled"] is True
+        assert set(report["parts"]["served"]["servers"]) == set(served_checks.configurations())
+        assert "H200" in report["device"]
+        assert report["commit"]
