@@ -2,7 +2,7 @@
 """Capacity reports of several servers as one HTML page and one Markdown table.
 
 python loadtest/report.py results              # writes results/capacity.html and capacity.md
-python loadtest/report.py results README.md    # and the table between README's markers
+python loadtest/report.py results docs/results.md    # and the table between its markers
 """
 
 from __future__ import annotations

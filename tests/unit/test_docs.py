@@ -75,7 +75,8 @@ def test_every_raw_result_is_cited_by_a_page() -> None:
     for results in (ROOT / "loadtest" / "results", ROOT / "kernels" / "bench" / "results"):
         for file in results.rglob("*.*"):
             name = f"{file.parent.name}/{file.name}"
-            assert name in cited or file.name in scripts, f"no page cites {name}"
+            whole_folder = f"`loadtest/results/{file.parent.name}`" in cited
+            assert whole_folder or name in cited or file.name in scripts, f"no page cites {name}"
 
 
 def test_every_metric_is_explained() -> None:
