@@ -22,11 +22,18 @@ def published_server_args() -> Iterator[object]:
         device="cpu", attention_backend="torch_native", radix_cache_backend="sparse"
     ) as server_args:
         from radix_harness import asked_for
+        from sglang.srt.mem_cache import registry
 
-        from sglang_sparse_radix.radix_cache import register
+        from sglang_sparse_radix.radix_cache import BACKEND_NAME, register
 
+        # The plugin registers a rule of its own where another test of this process loads it.
+        trees = registry._RADIX_CACHE_REGISTRY
+        plugins = trees.pop(BACKEND_NAME, None)
         register(asked_for)
         yield server_args
+        del trees[BACKEND_NAME]
+        if plugins is not None:
+            trees[BACKEND_NAME] = plugins
 
 
 @pytest.fixture(autouse=True)
