@@ -26,6 +26,7 @@ th, td { padding: .3rem .8rem; text-align: right }
 th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd } .name { text-align: left }
 svg { max-width: 100%; height: auto }
 .met { color: #064 } .missed { color: #900; font-weight: bold } .undecided { color: #555 }
+.answer { white-space: nowrap }
 """
 RULE = (
     "Capacity is the highest rate of Poisson arrivals at which the 99th percentile of the time "
@@ -170,7 +171,8 @@ def _table(reports: Reports) -> str:
         for name in report["limits_s"]:
             beside = "" if report is reports[0] else ratio(report, reports[0], name)
             row += "".join(
-                f"<td>{text}</td>" for text in (answer(report, name), samples(report, name), beside)
+                f"<td class=answer>{text.replace(', ', ',<br>')}</td>"
+                for text in (answer(report, name), samples(report, name), beside)
             )
         rows.append(f"<tr>{row}</tr>")
     return (

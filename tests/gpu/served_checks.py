@@ -40,6 +40,7 @@ WHOLE: dict[str, tuple[dict[str, Any], float]] = {
     "kascade": ({"max_fraction": 1.0}, 1.0),
     "kascade_sketch": ({"max_fraction": 1.0}, 1.0),
     "psa": ({"max_epsilon": 1.0, "cap": 16384}, 1.0),
+    "psa_sketch": ({"max_epsilon": 1.0, "cap": 4096}, 1.0),  # the most that it can rank
 }
 TILES = {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256}
 SPARSE_PROMPTS = "kascade_sketch with sparse prompts"

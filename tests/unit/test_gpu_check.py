@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripts
 
-import scripts  # isort: skip
+from sglang_sparse.config import load_preset, resolve
+
 import gpu_check  # isort: skip
 import served_checks  # isort: skip
 from served_checks import EQUAL, SELECTED, Answer, Outcome, compare
@@ -237,12 +239,18 @@ def test_log_probabilities_may_differ_by_noise_alone() -> None:
 
 def test_every_method_is_served_and_may_attend_to_everything() -> None:
     found = served_checks.configurations()
+    model = load_preset("reference", "sparcas").model
+    assert model is not None
+    longest = served_checks.LENGTHS[-1] + served_checks.TOKENS
     assert {name.split()[0] for name in found} == {"dense", *gpu_check.METHODS}
     assert served_checks.SPARSE_PROMPTS in found
     for name, flags in found.items():
         if name != "dense":
             config = json.loads(flags[flags.index("--sparse-config") + 1])
             assert config["min_sparse_tokens"] <= served_checks.LENGTHS[0]
+            # What a server would refuse is refused here.
+            config_of = resolve(name.split()[0], json.dumps(config), model)
+            assert getattr(config_of.budget, "cap", longest) >= longest
             assert ("prefill" in config) == (name == served_checks.SPARSE_PROMPTS)
 
 
