@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.config import FirstDense, KeySketch, MassBudget, SparseConfig, load_preset
+from sglang_sparse.config import Exact, FirstDense, KeySketch, MassBudget, SparseConfig, load_preset
 from sglang_sparse.research.export import load
 from sglang_sparse.research.mass_study import MassStudy
 from sglang_sparse.research.policies import Kind, Policy
@@ -42,7 +42,7 @@ def policy_of(config: SparseConfig) -> Policy:
     fresh = not isinstance(score, KeySketch) or score.refresh_every == 1
     plain = isinstance(layers, FirstDense) and config.cadence.every == 1 and fresh
     mass = isinstance(budget, MassBudget)
-    if not plain or score.kind not in KINDS or (not mass and budget.fraction):
+    if not plain or isinstance(score, Exact) or (not mass and budget.fraction):
         raise ValueError(f"no policy has {layers}, {score}, {budget} and {config.cadence}")
     assert isinstance(layers, FirstDense)
     own: dict[str, Any] = {"page": config.unit}
