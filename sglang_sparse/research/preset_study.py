@@ -79,12 +79,12 @@ def summary(result: dict[str, Any]) -> str:
         low, high = wilson(round(row["exact"] * count), count)
         tokens, whole = row["tokens"], row["tokens_over_all_layers"]
         lines.append(
-            f"| {name} | {row['exact']:.1%} ({low:.1%} to {high:.1%}) "
-            f"| {row['kept']['mixed']:.1%} | {row['kept']['each_task']:.1%} "
+            f"| {name} | {100 * row['exact']:.1f} ({100 * low:.1f} to {100 * high:.1f}) "
+            f"| {100 * row['kept']['mixed']:.1f} | {100 * row['kept']['each_task']:.1f} "
             f"| {tokens:,.0f} | {whole:,.0f} "
             f"| {dense['tokens'] / tokens:.1f} | {dense['tokens_over_all_layers'] / whole:.2f} |"
         )
-    return "\n".join(lines).replace("%", "") + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
