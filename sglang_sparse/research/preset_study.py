@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from sglang_sparse.config import Exact, FirstDense, KeySketch, MassBudget, SparseConfig, load_preset
+from sglang_sparse.config import (
+    FirstDense,
+    KeySketch,
+    MassBudget,
+    PageMean,
+    PageMinMax,
+    SparseConfig,
+    load_preset,
+)
 from sglang_sparse.research.export import load
 from sglang_sparse.research.mass_study import MassStudy
 from sglang_sparse.research.policies import Kind, Policy
@@ -41,8 +49,8 @@ def policy_of(config: SparseConfig) -> Policy:
     score, budget, layers = config.score, config.budget, config.layers
     fresh = not isinstance(score, KeySketch) or score.refresh_every == 1
     plain = isinstance(layers, FirstDense) and config.cadence.every == 1 and fresh
-    mass = isinstance(budget, MassBudget)
-    if not plain or isinstance(score, Exact) or (not mass and budget.fraction):
+    most, fraction = budget.list_size
+    if not plain or fraction or not isinstance(score, KeySketch | PageMinMax | PageMean):
         raise ValueError(f"no policy has {layers}, {score}, {budget} and {config.cadence}")
     assert isinstance(layers, FirstDense)
     own: dict[str, Any] = {"page": config.unit}
@@ -54,7 +62,7 @@ def policy_of(config: SparseConfig) -> Policy:
         own |= {"share": budget.share}
     return Policy(
         KINDS[score.kind],
-        budget.floor + (1 if config.unit == 1 else 0),
+        most + (1 if config.unit == 1 else 0),
         sink=config.sink_tokens,
         recent=config.recent_tokens + 1,
         reduce=score.reduce,
