@@ -187,3 +187,9 @@ def psa_fixed() -> str:
                 f"| {_psa_case(row)} | {blocks:.0f} | {moved:.0%} | " + " | ".join(cells) + " |"
             )
     return "\n".join(lines)
+
+
+def psa_preset() -> str:
+    """Accuracy and KV touched of the reference model's presets, as their study wrote it."""
+    report = ROOT / "configs" / "reference" / "psa-report" / "presets" / "table.md"
+    return report.read_text(encoding="utf-8").rstrip("\n")

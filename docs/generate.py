@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from figures import headline, picture, psa_dense, psa_fixed, psa_served
+from figures import headline, picture, psa_dense, psa_fixed, psa_preset, psa_served
 from refusals import BLANK, Refusal, all_refusals
 
 from sglang_sparse.config import json_schema, list_presets, load_preset
@@ -209,6 +209,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "psa-served": ("docs/results.md", psa_served),
     "psa-dense": ("docs/results.md", psa_dense),
     "psa-fixed": ("docs/results.md", psa_fixed),
+    "psa-preset": ("docs/results.md", psa_preset),
     "keys": ("docs/configuration.md", configuration),
     "presets": ("docs/configuration.md", presets),
     "refusals": ("docs/troubleshooting.md", refusals),

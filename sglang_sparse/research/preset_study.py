@@ -49,8 +49,8 @@ def policy_of(config: SparseConfig) -> Policy:
     score, budget, layers = config.score, config.budget, config.layers
     fresh = not isinstance(score, KeySketch) or score.refresh_every == 1
     plain = isinstance(layers, FirstDense) and config.cadence.every == 1 and fresh
-    floor, fraction = budget.list_size
-    if not plain or not isinstance(score, KeySketch | PageMinMax | PageMean) or fraction:
+    most, fraction = budget.list_size
+    if not plain or fraction or not isinstance(score, KeySketch | PageMinMax | PageMean):
         raise ValueError(f"no policy has {layers}, {score}, {budget} and {config.cadence}")
     assert isinstance(layers, FirstDense)
     own: dict[str, Any] = {"page": config.unit}
@@ -62,7 +62,7 @@ def policy_of(config: SparseConfig) -> Policy:
         own |= {"share": budget.share}
     return Policy(
         KINDS[score.kind],
-        floor + (1 if config.unit == 1 else 0),
+        most + (1 if config.unit == 1 else 0),
         sink=config.sink_tokens,
         recent=config.recent_tokens + 1,
         reduce=score.reduce,
@@ -87,12 +87,12 @@ def summary(result: dict[str, Any]) -> str:
         low, high = wilson(round(row["exact"] * count), count)
         tokens, whole = row["tokens"], row["tokens_over_all_layers"]
         lines.append(
-            f"| {name} | {row['exact']:.1%} ({low:.1%} to {high:.1%}) "
-            f"| {row['kept']['mixed']:.1%} | {row['kept']['each_task']:.1%} "
+            f"| {name} | {100 * row['exact']:.1f} ({100 * low:.1f} to {100 * high:.1f}) "
+            f"| {100 * row['kept']['mixed']:.1f} | {100 * row['kept']['each_task']:.1f} "
             f"| {tokens:,.0f} | {whole:,.0f} "
             f"| {dense['tokens'] / tokens:.1f} | {dense['tokens_over_all_layers'] / whole:.2f} |"
         )
-    return "\n".join(lines).replace("%", "") + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from sglang_sparse.config import configs_dir, load_preset
 from sglang_sparse.research import preset_study
 from sglang_sparse.research.policies import Policy
 
-STUDY = configs_dir() / "reference" / "psa-report" / "tokens" / "mass.json"
+REPORT = configs_dir() / "reference" / "psa-report"
+STUDY = REPORT / "tokens" / "mass.json"
 
 
 def test_the_sketch_preset_is_the_studys_best_configuration() -> None:
@@ -31,6 +33,17 @@ def test_psa_is_measured_as_it_is_shipped() -> None:
     assert preset_study.policy_of(load_preset("reference", "sparcas")) == Policy(
         "sparcas", budget=257, sink=16, recent=33, dense_layers=1
     )
+
+
+def test_the_committed_table_is_that_of_the_committed_cells_and_of_todays_presets() -> None:
+    found = json.loads((REPORT / "presets" / "presets.json").read_text())
+    table = preset_study.summary(found)
+    assert (REPORT / "presets" / "table.md").read_text() == table
+    assert table in (REPORT / "README.md").read_text()
+    for name, row in found["rows"].items():
+        config = None if name == "dense" else load_preset("reference", name)
+        policy = Policy() if config is None else preset_study.policy_of(config)
+        assert row["policy"] == json.loads(json.dumps(asdict(policy))), name
 
 
 @pytest.mark.parametrize(
