@@ -284,4 +284,6 @@ def progressive_finish_kernel(
             tl.store(progress.extended + i_rh, latest)
             tl.store(progress.stop + i_rh, stop)
         else:
-            _merge(chunks, out, i_rh, i_d - 1, attended, L, C)
+            # Compiled even where no program gets here.
+            if L.OUTPUT:
+                _merge(chunks, out, i_rh, i_d - 1, attended, L, C)
