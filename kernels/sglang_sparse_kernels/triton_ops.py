@@ -28,7 +28,8 @@ Constants = TypeVar("Constants", bound=tuple[Any, ...])
 
 def constants(record: Constants) -> Constants:
     """A record as a ``constexpr`` argument: its fields stay constants where kernels read them."""
-    return type(record)(*map(tl.constexpr, record))
+    # The interpreter computes with plain numbers, and the compiler with constants.
+    return record if INTERPRETED.value else type(record)(*map(tl.constexpr, record))
 
 
 class KVArgs(NamedTuple):

@@ -69,9 +69,12 @@ class Decoder:
     def stages(self, scores: torch.Tensor | None) -> list[Stage]:
         """The stages of one step; ``scores`` replace the ones that are computed."""
         batch, always = self.batch, Always(4, 8)
-        stages: list[Stage] = [PageScore(batch.cuboids(self.planes), "max", self.scores)]
+        stages: list[Stage] = []
         if batch.unit == 1:
-            stages = [SketchScore(batch.sketch(self.planes), self.channels, "max", self.scores)]
+            sketch = batch.sketch(self.planes)
+            stages.append(SketchScore(sketch, self.channels, "max", self.scores))
+        else:
+            stages.append(PageScore(batch.cuboids(self.planes), "max", self.scores))
         if scores is not None:
             stages.append(Replace(self.scores.values, scores))
         return [*stages, Select(self.scores, always, self.topk), Attend(self.workspace)]
