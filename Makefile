@@ -2,7 +2,11 @@
 # Every target works on a bare clone: it makes .venv and installs the pinned packages first.
 #   make serve ARGS="--port 31000"    arguments go to the server
 #   make test ARGS="-k planes"        arguments go to pytest
-VENV := .venv
+#   make test SGLANG=0.5.17           another supported SGLang, in an environment of its own
+# The newest supported SGLang; with an NVIDIA GPU the one that is verified there.
+DEFAULT_SGLANG := $(if $(wildcard /dev/nvidiactl),0.5.17,0.5.23)
+SGLANG ?= $(DEFAULT_SGLANG)
+VENV := $(if $(filter $(SGLANG),$(DEFAULT_SGLANG)),.venv,.venv-$(SGLANG))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ARGS ?=
@@ -22,7 +26,7 @@ $(STAMP): pyproject.toml
 	      && { "$$py" -m venv $(VENV); exit; }; \
 	  done; \
 	  echo "error: no Python 3.11 or 3.12 found; install one or set PYTHON=/path/to/python" >&2; exit 1; }
-	$(PY) -m pip install --quiet --editable '.[dev]'
+	$(PY) -m pip install --quiet --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 serve: $(STAMP)
@@ -31,7 +35,7 @@ serve: $(STAMP)
 # Side by side on two cores; the servers that tests share take the longer half.
 # With ARGS that select tests of one half alone, the other may find none (status 5).
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-e2e test-unit
+	@$(MAKE) --no-print-directory -j2 --output-sync=target SGLANG=$(SGLANG) test-e2e test-unit
 
 test-e2e: FOLDERS := tests/e2e
 test-unit: FOLDERS := tests/unit tests/start

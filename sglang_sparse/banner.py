@@ -5,18 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sparse import compat
 from sglang_sparse.facts import Facts
 
 
 def text(facts: Facts) -> str:
     """The start-up banner, one line."""
     plane_bytes = sum(facts.plane_bytes.values())
-    tested = (
-        "tested"
-        if facts.sglang in compat.TESTED_SGLANG
-        else f"NOT TESTED, tested: {facts.sglang_tested}"
-    )
+    known = facts.sglang in facts.sglang_tested
+    tested = f"{'tested' if known else 'NOT TESTED, tested'}: {' and '.join(facts.sglang_tested)}"
     axes = ", ".join(f"{axis} {_choice(choice)}" for axis, choice in facts.axes.items())
     layers = {role: len(ids) for role, ids in facts.layers.items()}
     dense = layers.pop("dense", 0)

@@ -32,6 +32,8 @@ ATTENTION_RULES = (
     Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "scores read unquantized keys"),
     Rule("enable_mixed_chunk", _OFF, "decode rows of a mixed batch would run dense"),
     Rule("enable_dp_attention", _OFF, "idle ranks are not planned yet"),
+    Rule("pp_size", (1, None), "what later stages count is not gathered yet"),
+    Rule("attn_dp_size", (1, None), "idle ranks are not planned yet"),
     Rule("enable_two_batch_overlap", _OFF, "the plan covers one batch at a time"),
     Rule("enable_single_batch_overlap", _OFF, "the plan covers one batch at a time"),
     Rule("enable_lora", _OFF, "LoRA graphs take the graph variant that sparse decode needs"),

@@ -22,7 +22,9 @@ class Facts:
         min_sparse_tokens, longest_row: fewest and most tokens of a row that is sparse.
         page_size: tokens.
         unit: tokens that are selected together.
-        kv_heads: KV heads of this rank.
+        kv_heads, first_kv_head: KV heads of this rank, and the global id of its first.
+        total_kv_heads: KV heads of the model.
+        ranks: ranks of tensor parallelism that they are divided over.
         layers: global ids of this rank's layers, by the role that they have in a sparse step.
         request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
@@ -44,6 +46,9 @@ class Facts:
     page_size: int
     unit: int
     kv_heads: int
+    first_kv_head: int
+    total_kv_heads: int
+    ranks: int
     layers: dict[str, list[int]]
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
@@ -53,4 +58,4 @@ class Facts:
     decode_steps: dict[Variant, int]
     prefill_batches: dict[Variant, int]
     sglang: str
-    sglang_tested: str
+    sglang_tested: list[str]

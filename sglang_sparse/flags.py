@@ -5,10 +5,10 @@ validated :class:`~sglang_sparse.launch.SparseLaunch` on SGLang's ``ServerArgs``
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
@@ -20,6 +20,8 @@ from sglang_sparse.reach import check_reach
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 METHOD, CONFIG = "sparse_method", "sparse_config"
 
@@ -58,7 +60,7 @@ def engine_server_args(**kwargs: Any) -> Any:
     """
     from sglang.srt.server_args import ServerArgs
 
-    defaults = {f.name: None if f.default is MISSING else f.default for f in fields(ServerArgs)}
+    defaults = compat.current().declared_defaults()
     if isinstance(kwargs.get(CONFIG), Mapping):
         kwargs[CONFIG] = json.dumps(kwargs[CONFIG])
     args = Namespace(**{METHOD: None, CONFIG: None, **defaults, **kwargs})
@@ -78,7 +80,7 @@ def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
         ConfigError: SGLang resolved something to what cannot be served.
     """
     if launch is not None:
-        check_resolved(server_args, launch.config)
+        check_resolved(compat.resolved(server_args), launch.config)
         attach(server_args, launch)
     return server_args
 
@@ -105,6 +107,9 @@ def prepare(args: Namespace) -> SparseLaunch | None:
                 )
         return None
     compat.verify_hooks()
+    warning = compat.untested_warning()
+    if warning is not None:
+        logger.warning("sglang-sparse: %s", warning)
     if args.attention_backend != BACKEND:
         raise ConfigError(
             flag="--attention-backend",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from sglang_sparse import progress_log
 from sglang_sparse.facts import Facts
 from sglang_sparse.launch import launch_of
 
@@ -63,7 +64,7 @@ class Exporter:
         )
         self._seen: dict[tuple[str, str], int] = {}
         self._layers = {role: len(layers) for role, layers in facts.layers.items()}
-        self._unit, self._kv_heads = facts.unit, facts.kv_heads
+        self._unit, self._kv_heads = facts.unit, facts.total_kv_heads
         planes = Gauge(
             PREFIX + "plane_bytes",
             "Device bytes of the planes.",
@@ -152,13 +153,16 @@ def _enabled(reporter: Any) -> bool:
 
 
 def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
-    """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step."""
+    """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step.
+
+    Behind :func:`.progress_log.after_decode`, which reads what all ranks reached.
+    """
     if reporter.forward_ct_decode % reporter.decode_log_interval or not _enabled(reporter):
         return
     scheduler = reporter.scheduler
     backend = scheduler.tp_worker.model_runner.attn_backend
     sums = backend.counters.poll()
-    mass = None if backend.progress is None else backend.progress.poll()
+    mass = progress_log.last(reporter)
     if sums is not None and (mass is not None or backend.progress is None):
         _exporter(reporter).publish(backend.decode.planned, sums, mass, scheduler.tree_cache)
 
@@ -166,15 +170,24 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
 def when_idle(result: None, reporter: Any) -> None:
     """AFTER hook on ``SchedulerMetricsReporter._maybe_log_idle_metrics``."""
     if _enabled(reporter):
-        publish_now(reporter.scheduler)
+        backend = reporter.scheduler.tp_worker.model_runner.attn_backend
+        if backend.counters.changed:
+            alone = backend.facts().ranks == 1  # others do not run this at the same moment
+            mass = backend.reached() if alone else progress_log.last(reporter)
+            publish_now(reporter.scheduler, mass)
 
 
-def publish_now(scheduler: Any) -> None:
-    """Publish everything that has been counted; waits for the device if anything has."""
+def publish_now(scheduler: Any, mass: dict[int, dict[str, int]] | None) -> None:
+    """Publish everything that has been counted; waits for the device if anything has.
+
+    Args:
+        scheduler: SGLang's.
+        mass: what the heads of all ranks reached under a budget of mass, as in `publish`.
+    """
     reporter = scheduler.metrics_reporter
     backend = scheduler.tp_worker.model_runner.attn_backend
-    if _enabled(reporter) and backend.counters.changed:
-        mass = None if backend.progress is None else backend.progress.read()
+    # What ranks reached may be newer than the last publication, which did not wait for them.
+    if _enabled(reporter) and (backend.counters.changed or mass is not None):
         _exporter(reporter).publish(
             backend.decode.planned, backend.counters.read(), mass, scheduler.tree_cache
         )

@@ -7,12 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
-from sglang_sparse.checks import BACKEND
 from sglang_sparse.launch import SparseLaunch, launch_of
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_sparse_kernels.common import Impl
     from sglang_sparse_radix.planes_spec import PlaneSpec
 
@@ -41,7 +38,7 @@ def kv_pool_class() -> type:
     launch = launch_of(server_args)
     if launch is None:
         return MHATokenToKVPool
-    return bind_pool_class(plane_spec(launch), implementation(server_args.device))
+    return bind_pool_class(plane_spec(launch), implementation(compat.resolved(server_args).device))
 
 
 def build_mha_kv_pool(
@@ -67,24 +64,3 @@ def compute_cell_size(
     from sglang_sparse_radix.pool import extra_cell_bytes
 
     return cell + extra_cell_bytes(plane_spec(launch), kvc, num_layers)
-
-
-def support_triton(original: Callable[[str], bool], backend: str) -> bool:
-    """AROUND hook on ``utils.common.support_triton``: the sparse backend on a CPU has no Triton."""
-    if backend == BACKEND:
-        return implementation(compat.current_server_args().device) == "triton"
-    return original(backend)
-
-
-def get_last_loc(
-    original: Callable[..., torch.Tensor],
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-) -> torch.Tensor:
-    """AROUND hook on ``mem_cache.allocation.get_last_loc``: its PyTorch form on the CPU."""
-    if req_to_token.device.type != "cpu":
-        return original(req_to_token, req_pool_indices, prefix_lens)
-    from sglang.srt.mem_cache.allocation import get_last_loc_torch
-
-    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)

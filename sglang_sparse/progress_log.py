@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_sparse import ranks
 from sglang_sparse.launch import launch_of
 
 logger = logging.getLogger(__name__)
@@ -17,21 +18,30 @@ Sums = Mapping[int, Mapping[str, int]]
 def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step.
 
-    Reads the counters without waiting for the device, one interval late.
+    Reads the counters without waiting for the device, one interval late. Every rank runs it at the
+    same steps, so what their heads reached is added up here.
     """
     if reporter.forward_ct_decode % reporter.decode_log_interval:
         return
     if launch_of(reporter.scheduler.server_args) is None:
         return
-    progress = reporter.scheduler.tp_worker.model_runner.attn_backend.progress
-    sums = None if progress is None else progress.poll()
+    backend = reporter.scheduler.tp_worker.model_runner.attn_backend
+    if backend.progress is None:
+        return
+    sums = ranks.reached(backend, backend.progress.poll())
     if sums is None:
         return
     before: Sums = getattr(reporter, "_sparse_progress", {})  # the same if none came since
     reporter._sparse_progress = sums
     text = line(before, sums)
-    if text is not None:
+    if text is not None and reporter.is_stats_logging_rank:
         logger.info(text)
+
+
+def last(reporter: Any) -> dict[int, dict[str, int]] | None:
+    """What the heads of all ranks had reached at the last interval; None if none was read yet."""
+    found: dict[int, dict[str, int]] | None = getattr(reporter, "_sparse_progress", None)
+    return found
 
 
 def line(before: Sums, after: Sums) -> str | None:

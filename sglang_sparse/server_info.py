@@ -7,18 +7,29 @@ import os
 from dataclasses import asdict
 from typing import Any
 
+from sglang_sparse import ranks
 from sglang_sparse.launch import launch_of
 from sglang_sparse.metrics import publish_now
 
+# What differs between ranks.
+_OF_A_RANK = (
+    *("first_kv_head", "kv_heads", "decode_steps", "prefill_batches", "plane_reuse"),
+    *("plane_bytes", "kv_bytes", "state_bytes", "progress", "fidelity", "plane_check"),
+)
 VERIFY = "SGLANG_SPARSE_VERIFY"  # 1: compare the tree's planes with recomputation, for tests
 
 
 def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
-    """AFTER hook on ``Scheduler.get_internal_state``."""
+    """AFTER hook on ``Scheduler.get_internal_state``, which every rank of a server runs.
+
+    The answer is the first rank's. What its heads count is added up over ranks, and ``ranks`` says
+    what each of them has.
+    """
     launch = launch_of(scheduler.server_args)
     if launch is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
-        publish_now(scheduler)
+        reached = ranks.reached(backend, backend.reached())
+        publish_now(scheduler, reached)
         reuse = getattr(scheduler.tree_cache, "plane_reuse", None)  # none without a tree
         block = {
             **backend.describe(),
@@ -26,5 +37,22 @@ def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
         }
         if os.environ.get(VERIFY) == "1" and reuse is not None:
             block["plane_check"] = scheduler.tree_cache.check_planes()
-        result.internal_state["sparse"] = block
+        result.internal_state["sparse"] = _over_ranks(block, backend.holds_replicas, reached)
     return result
+
+
+def _over_ranks(block: dict[str, Any], replica: bool, reached: ranks.Sums | None) -> dict[str, Any]:
+    """``block`` with what the heads of all ranks add up to."""
+    mine = {key: block[key] for key in _OF_A_RANK if key in block}
+    parts = ranks.gather((replica, mine))
+    whole = block | {"ranks": [part for _, part in parts]}
+    if reached is not None:
+        whole["progress"] = {str(layer): sums for layer, sums in reached.items()}
+    if block["fidelity"] is not None:
+        own = [part["fidelity"] for copy, part in parts if not copy]
+        whole["fidelity"] = ranks.mean_fidelity(own)
+    if "plane_check" in block:
+        checks = [part["plane_check"] for _, part in parts]
+        wrong = sum(check["wrong"] for check in checks)
+        whole["plane_check"] = {"pages": block["plane_check"]["pages"], "wrong": wrong}
+    return whole

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's MHA KV pool with selection planes beside its K and V rows.
 
-Seams (sglang 0.5.17, under `sglang/srt/mem_cache/`):
+Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23 unless said otherwise):
   `memory_pool.py`: `MHATokenToKVPool._create_buffers`, `get_kv_size_bytes`,
-      `_finalize_allocation_log`
-  `kv_cache_configurator.py`: `_build_mha_kv_pool` (takes `mha_pool_class`) and
+      `_finalize_allocation_log`. From 0.5.23 on K and V of a layer are halves of one tensor; each
+      is contiguous, as before.
+  `kv_cache_configurator.py`: `_build_mha_kv_pool` (takes `mha_pool_class`); in 0.5.17 also
       `_build_oot_mha_kv_pool` (takes the platform's `get_mha_kv_pool_cls()` and passes no
       `v_head_dim`, post-capture or copy arguments)
 

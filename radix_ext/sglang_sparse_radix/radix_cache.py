@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's radix tree, kept in step with the KV planes.
 
-Seams (sglang 0.5.17, under `sglang/srt/mem_cache/`):
+Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23):
   `registry.py`: `register_radix_cache_backend`, `create_tree_cache` (calls the factory, also when
       the radix cache is disabled), `default_radix_cache_factory`
-  `radix_cache.py`: `RadixCache.reset`, `match_prefix`, `insert`, `cache_unfinished_req`,
-      `cache_finished_req` (these two call `insert`, and `match_prefix` without a request, once
-      each), `_insert_helper`, `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which
-      takes any hashable extra key
-  `../managers/schedule_batch.py`: `Req.extra_key`, `Req.last_node`, `Req.extend_range`, which
-      holds the last prefill's range while a request decodes
+  `radix_cache.py`: `RadixCache.reset`, `match_prefix`, `insert`, `_insert_helper`,
+      `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which takes
+      any hashable extra key
+  `../managers/schedule_batch.py`: `Req.extra_key`, `Req.last_node`
+Where a request's KV enters the tree differs by version: the subclasses of `sglang_sparse.compat`
+override it. There SGLang calls `insert`, and `match_prefix` without a request.
 
 Invariant 1: for every page reachable from a running request or from the tree, each plane equals
 recomputation from the KV rows now in that page. Planes are indexed by the physical page, and a
@@ -47,7 +47,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
 BACKEND_NAME = "sparse"
+MakeKey = Callable[["array[int]", ExtraKey], RadixKey]
 SparseFromRequest = Callable[[Any, Any], SparseFrom]
 
 
@@ -112,6 +113,8 @@ class PlaneReuse:
 
 class SparseRadixCache(RadixCache):
     """`RadixCache` with branches for KV that saw sparse attention, and `PlaneReuse` counts.
+
+    A subclass for each version of SGLang says where KV enters it.
 
     Attributes:
         plane_reuse: counts, for metrics to read.
@@ -152,23 +155,37 @@ class SparseRadixCache(RadixCache):
         self._counted_generation.clear()
         super().reset()
 
-    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
-        """See `RadixCache`; counts the reused prefix on a row's first call."""
-        self._count_reuse(req)
-        with self._caching(req):
-            super().cache_unfinished_req(req, chunked=chunked)
+    @staticmethod
+    def flags(server_args: Any) -> Any:
+        """The server's flags as they were resolved, readable by name."""
+        return server_args
 
-    def cache_finished_req(
-        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
-    ) -> None:
-        """See `RadixCache`; counts the reused prefix on a row's first call."""
-        self._count_reuse(req)
-        with self._caching(req) if is_insert else nullcontext():
-            super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+    def _key_like(self, key: RadixKey) -> MakeKey:
+        """Makes keys of tokens and an extra key, in the namespace of `key`."""
+        return RadixKey
+
+    def _insert_section(
+        self, node: TreeNode, key: RadixKey, start: int, params: InsertParams
+    ) -> tuple[int, TreeNode]:
+        """Put the section of `params` that begins at `start` below `node`.
+
+        Returns:
+            How many of its tokens were there already, and the node that it ends on.
+        """
+        raise NotImplementedError
+
+    def _matched(self, values: list[torch.Tensor], node: TreeNode) -> MatchResult:
+        """SGLang's record of a match that ends on `node`; `values` are the slots of its path."""
+        raise NotImplementedError
 
     @contextmanager
-    def _caching(self, req: Req) -> Iterator[None]:
-        """Let `insert` and `match_prefix` follow the path of `req`'s own KV."""
+    def _caching(self, req: Req, prefilled: int) -> Iterator[None]:
+        """Let `insert` and `match_prefix` follow the path of `req`'s own KV.
+
+        Args:
+            req: the request whose KV is put into the tree.
+            prefilled: tokens up to which its last prefill went; those behind were decoded.
+        """
         matched: Counter[ExtraKey] = Counter()
         node = req.last_node
         while node is not None and node is not self.root_node:
@@ -178,7 +195,7 @@ class SparseRadixCache(RadixCache):
             self._sparse_from(req),
             req.extra_key,
             matched=matched,
-            prefilled=req.extend_range.end,
+            prefilled=prefilled,
             page_size=self.page_size,
         )
         try:
@@ -190,20 +207,19 @@ class SparseRadixCache(RadixCache):
         """(start, end, key) of each section of the path that is being cached."""
         assert self._path is not None, "only a request's own KV is put into the tree"
         tokens, start = key.page_aligned(self.page_size).raw_token_ids(), 0
+        make = self._key_like(key)
         for section in self._path:
             end = min(section.end, len(tokens))
             if end > start:
-                yield start, end, RadixKey(tokens[start:end], section.extra_key)
+                yield start, end, make(tokens[start:end], section.extra_key)
                 start = end
 
     def insert(self, params: InsertParams) -> InsertResult:
         """See `RadixCache`; KV that saw sparse attention goes to branches of its own."""
         prefix, node = 0, self.root_node
-        for start, end, key in self._cut(params.key):
+        for start, _, key in self._cut(params.key):
             # What is behind newly inserted tokens is new, so what was there is one prefix.
-            there, node = self._insert_helper(
-                node, key, params.value[start:end], params.priority, params.chunked
-            )
+            there, node = self._insert_section(node, key, start, params)
             prefix += there
         return InsertResult(prefix_len=prefix, last_device_node=node)
 
@@ -222,7 +238,7 @@ class SparseRadixCache(RadixCache):
             sparse = DENSE if params.req is None else self._sparse_from(params.req)
             tokens = params.key.page_aligned(self.page_size).raw_token_ids()
             branches = allowed(sparse, params.key.extra_key, self.page_size)
-            path, end = self._longest(node, tokens, 0, branches)
+            path, end = self._longest(node, tokens, 0, branches, self._key_like(params.key))
             now = node.last_access_time = time.monotonic()
             for node in path:
                 node.last_access_time = now
@@ -230,16 +246,15 @@ class SparseRadixCache(RadixCache):
                     node = self._split_node(node.key, node, end)
                 end -= len(node.key)
                 values.append(node.value)
-        empty = self._empty_match_result
-        return empty._replace(
-            device_indices=torch.cat(values) if values else empty.device_indices,
-            last_device_node=node,
-            last_host_node=node,
-            best_match_node=node,
-        )
+        return self._matched(values, node)
 
     def _longest(
-        self, node: TreeNode, tokens: array[int], start: int, branches: Sequence[Section]
+        self,
+        node: TreeNode,
+        tokens: array[int],
+        start: int,
+        branches: Sequence[Section],
+        make: MakeKey,
     ) -> tuple[list[TreeNode], int]:
         """The longest path of `tokens[start:]` below `node`; at equal lengths, the first branch's.
 
@@ -248,30 +263,30 @@ class SparseRadixCache(RadixCache):
             reaches.
         """
         here, *later = branches
-        path, end = self._follow(node, tokens, start, here)
+        path, end = self._follow(node, tokens, start, here, make)
         best = path, end
         for index, parent in enumerate([node, *path] if later else []):
             # Branches begin where nodes end; the last node may go on behind `end`.
             start += len(parent.key) if index else 0
             if start > end:
                 break
-            found, reached = self._longest(parent, tokens, start, later)
+            found, reached = self._longest(parent, tokens, start, later, make)
             if reached > best[1]:
                 best = [*path[:index], *found], reached
         return best
 
     def _follow(
-        self, node: TreeNode, tokens: array[int], start: int, branch: Section
+        self, node: TreeNode, tokens: array[int], start: int, branch: Section, make: MakeKey
     ) -> tuple[list[TreeNode], int]:
         """`_longest` on one branch alone."""
         path: list[TreeNode] = []
         limit = min(branch.end, len(tokens))
         while start < limit:
-            page = RadixKey(tokens[start : start + self.page_size], branch.extra_key)
+            page = make(tokens[start : start + self.page_size], branch.extra_key)
             child: Any = node.children.get(page.child_key(self.page_size))
             if child is None:
                 break
-            rest = RadixKey(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
+            rest = make(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
             matched = child.key.match(rest, page_size=self.page_size)
             path.append(child)
             start += matched
@@ -280,14 +295,18 @@ class SparseRadixCache(RadixCache):
             node = child
         return path, start
 
-    def _count_reuse(self, req: Req) -> None:
-        row = req.req_pool_idx
+    def _count_reuse(self, row: int, reused: int) -> None:
+        """Count a prefill, once for each owner of a row.
+
+        Args:
+            row: the request's row of `req_to_token`.
+            reused: tokens that the tree protects. Until the row's first insert they are what the
+                request matched.
+        """
         generation = int(self.req_to_token_pool.req_generation[row])
         if self._counted_generation.get(row) == generation:
             return
         self._counted_generation[row] = generation
-        # Until the row's first insert, what the tree protects is what the request matched.
-        reused = req.cache_protected_len
         self.plane_reuse.prefills += 1
         self.plane_reuse.prefills_with_reuse += reused > 0
         self.plane_reuse.tokens += reused
@@ -295,43 +314,47 @@ class SparseRadixCache(RadixCache):
 
 
 def create_sparse_radix_cache(
-    ctx: TreeCacheBuildContext, *, sparse_from: SparseFromRequest
+    ctx: TreeCacheBuildContext,
+    *,
+    cache_class: type[SparseRadixCache],
+    sparse_from: SparseFromRequest,
 ) -> BasePrefixCache:
     """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
 
     Args:
         ctx: SGLang's.
+        cache_class: the subclass of `SparseRadixCache` for the SGLang that is installed.
         sparse_from: from where a request of a server attends sparsely.
 
     Returns:
-        A `SparseRadixCache`; with `--disable-radix-cache` what SGLang itself would build, since
-        planes need no tree.
+        A `cache_class`; with `--disable-radix-cache` what SGLang itself would build, since planes
+        need no tree.
 
     Raises:
         ValueError: one line naming the setting, its value, what is allowed and what to do.
     """
-    problem = find_unsupported(ctx.server_args) or _unsupported_build(ctx)
+    problem = find_unsupported(cache_class.flags(ctx.server_args)) or _unsupported_build(ctx)
     if problem is not None:
         raise ValueError(problem)
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
-    return SparseRadixCache(ctx.params, partial(sparse_from, ctx.server_args))
+    return cache_class(ctx.params, partial(sparse_from, ctx.server_args))
 
 
-def register(sparse_from: SparseFromRequest) -> None:
+def register(cache_class: type[SparseRadixCache], sparse_from: SparseFromRequest) -> None:
     """Register the factory as `"sparse"`; calling it again is harmless.
 
     Args:
+        cache_class: as in `create_sparse_radix_cache`.
         sparse_from: from where a request attends sparsely, by `ServerArgs` and `Req`.
 
     Raises:
         ValueError: the name is taken by someone else.
     """
-    factory = get_radix_cache_factory(BACKEND_NAME)
-    if getattr(factory, "keywords", None) != {"sparse_from": sparse_from}:
-        register_radix_cache_backend(
-            BACKEND_NAME, partial(create_sparse_radix_cache, sparse_from=sparse_from)
-        )
+    factory = partial(create_sparse_radix_cache, cache_class=cache_class, sparse_from=sparse_from)
+    known = get_radix_cache_factory(BACKEND_NAME)
+    if getattr(known, "keywords", None) != factory.keywords:
+        register_radix_cache_backend(BACKEND_NAME, factory)
 
 
 def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:

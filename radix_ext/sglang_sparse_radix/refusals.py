@@ -78,6 +78,11 @@ RULES: tuple[Rule, ...] = (
     Rule("enable_page_major_kv_layout", _OFF, "the planes are defined for the per-layer KV layout"),
     Rule("enable_unified_memory", _OFF, "the planes are defined for the per-layer KV layout"),
     Rule("enable_session_radix_cache", _OFF, "it needs SGLang's unified radix cache"),
+    Rule("enable_kv_cache_sharding", _OFF, "it spreads the pages of a request over ranks"),
+    Rule(
+        "enable_unified_cache_external_linker", _OFF, "KV pages loaded by a linker have no planes"
+    ),
+    Rule("enable_pd_role_switch", _OFF, "KV received from another server has no planes yet"),
     Rule("enable_streaming_session", _OFF, "session-held KV is not followed by the planes yet"),
     Rule(
         "radix_cache_backend",

@@ -34,12 +34,18 @@ class Heads:
         kv: KV heads.
         dim: channels a head.
         first_kv: global id of the first KV head.
+        total_kv: KV heads of the model.
+        ranks: ranks of tensor parallelism that these are divided over.
+        replicas: whether a lower rank has the same KV heads.
     """
 
     query: int
     kv: int
     dim: int
     first_kv: int = 0
+    total_kv: int = 0
+    ranks: int = 1
+    replicas: bool = False
 
 
 def limits_of(config: SparseConfig, heads: Heads, *, max_context: int, max_rows: int) -> Limits:

@@ -47,7 +47,6 @@ class SparseAttentionBackend(AttentionBackend):
     """Selects what long rows attend to; everything else is the inner backend's.
 
     Attributes:
-        variant_to_capture: set by the capture loop (:mod:`sglang_sparse.graph_variants`).
         requests: what each request asked for; the batch's are told to it before it is planned.
         decode, extend: owners of decode and prefill batches.
         counters: sums over decode steps; None where SGLang's metrics are off.
@@ -66,7 +65,10 @@ class SparseAttentionBackend(AttentionBackend):
         compat.verify_hooks()
         self._launch = launch_of_runner(runner)
         check_runner(runner)
-        config, impl = self._launch.config, pools.implementation(runner.server_args.device)
+        config, impl = (
+            self._launch.config,
+            pools.implementation(compat.resolved(runner.server_args).device),
+        )
         self._inner = InnerBackends(runner, config.inner, impl)
         self.token_to_kv_pool = pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
@@ -78,6 +80,7 @@ class SparseAttentionBackend(AttentionBackend):
         # Row 0 of the request table is SGLang's padding row.
         table = runner.req_to_token_pool.req_to_token
         heads, columns = heads_of(runner), Columns(table.shape[0], self.device)
+        self._heads = heads
         self.requests = RequestTable(config, columns)
         self._build = build = allocate(
             config, pool, heads, columns, max_context=table.shape[1], impl=impl
@@ -86,14 +89,15 @@ class SparseAttentionBackend(AttentionBackend):
         self._programs = compile_programs(
             config, build, score, budget, first_head=heads.first_kv, probe=self._probe
         )
-        self.counters = DecodeCounters.of(build) if runner.server_args.enable_metrics else None
+        counts = compat.resolved(runner.server_args).enable_metrics
+        self.counters = DecodeCounters.of(build) if counts else None
         self.progress: LayerCounters | None = budget.counters
         self.decode = DecodeSteps(
             config, build, budget, self._programs, self.requests, table, self.counters
         )
         prefill = config.prefill.build(build, config.score, self._programs)
         self.extend = ExtendSteps(build, prefill, self.requests, table)
-        self.variant_to_capture: Variant = "dense"
+        self._selected: Variant | None = None
         self._last_layer = pool.end_layer - 1
         logger.info(banner.text(self.facts()))
 
@@ -144,10 +148,22 @@ class SparseAttentionBackend(AttentionBackend):
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise RuntimeError("prefill is captured whole; check_resolved should have refused it")
         self._inner.variant = (
-            self.variant_to_capture if in_capture else self.decode.choose(forward_batch)
+            compat.current().variant_being_captured()
+            if in_capture
+            else self._take_variant(forward_batch)
         )
         self.decode.plan_batch(forward_batch, graph=True)
         self._inner.current.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def select_variant(self, forward_batch: ForwardBatch) -> Variant:
+        """Choose the graph of a decode batch before it is planned, for an SGLang that asks."""
+        self._selected = self.decode.choose(forward_batch)
+        return self._selected
+
+    def _take_variant(self, forward_batch: ForwardBatch) -> Variant:
+        """What was selected, else a choice made now."""
+        selected, self._selected = self._selected, None
+        return selected or self.decode.choose(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self._inner.current.init_forward_metadata_in_graph(forward_batch)
@@ -244,6 +260,7 @@ class SparseAttentionBackend(AttentionBackend):
         return gather_facts(
             self._launch,
             self._build,
+            self._heads,
             self.decode,
             self.extend,
             max_context=self.max_context_len,
@@ -251,9 +268,18 @@ class SparseAttentionBackend(AttentionBackend):
             captures_graphs=self._captures_graphs,
         )
 
+    @property
+    def holds_replicas(self) -> bool:
+        """Whether a lower rank has the same KV heads."""
+        return self._heads.replicas
+
+    def reached(self) -> dict[int, dict[str, int]] | None:
+        """What this rank's layers reached, where the budget counts that; waits for the device."""
+        return None if self.progress is None else self.progress.read()
+
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types. Waits for the device."""
-        reached = None if self.progress is None else self.progress.read()
+        reached = self.reached()
         return asdict(self.facts()) | {
             "progress": None if reached is None else {str(id): reached[id] for id in reached},
             "fidelity": None if self._probe is None else self._probe.report(),

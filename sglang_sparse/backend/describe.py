@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from sglang_sparse import __version__, compat
+from sglang_sparse.backend.allocate import Heads
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.choices.build import Build
@@ -16,6 +17,7 @@ from sglang_sparse.launch import SparseLaunch
 def gather_facts(
     launch: SparseLaunch,
     build: Build,
+    heads: Heads,
     decode: DecodeSteps,
     extend: ExtendSteps,
     *,
@@ -28,6 +30,7 @@ def gather_facts(
     Args:
         launch: what its flags resolved to.
         build: its buffers.
+        heads: attention heads of this rank.
         decode, extend: its batches so far.
         max_context: tokens of the longest request that the model takes.
         inner: name of the dense backend.
@@ -52,6 +55,9 @@ def gather_facts(
         page_size=pool.page_size,
         unit=config.unit,
         kv_heads=pool.head_num,
+        first_kv_head=heads.first_kv,
+        total_kv_heads=heads.total_kv,
+        ranks=heads.ranks,
         layers=layers,
         request_budget={"unit": config.budget.key, "least": low, "most": high},
         graphs={
@@ -64,5 +70,5 @@ def gather_facts(
         decode_steps={**decode.planned},
         prefill_batches={**extend.planned},
         sglang=compat.sglang_version(),
-        sglang_tested=compat.tested_range(),
+        sglang_tested=list(compat.TESTED_SGLANG),
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_sparse import compat
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
 from sglang_sparse.launch import launch_of
@@ -60,10 +61,11 @@ class RequestTable:
             budget = options.budget or self._config.budget
             rows.append((*budget_row(*budget.list_size), int(options.dense)))
             asked.append(list(budget.request_values.values()))
+            row = compat.current().request_row(req)
             if options.dense:
-                self._dense_slots.add(req.req_pool_idx)
+                self._dense_slots.add(row)
             else:
-                self._dense_slots.discard(req.req_pool_idx)
+                self._dense_slots.discard(row)
         self.prefill_dense = [bool(dense) for _, _, dense in rows]
         written = self._sent(torch.tensor(rows, dtype=torch.int32), slots)
         self.budgets[slots] = written[:, :2]
@@ -82,8 +84,8 @@ class RequestTable:
 
     def expect(self, reqs: Sequence[Any]) -> None:
         """Note which rows of the decode batch that is prepared next asked to be dense."""
-        dense = self._dense_slots
-        self._dense_rows = [req.req_pool_idx in dense for req in reqs] if dense else None
+        dense, row = self._dense_slots, compat.current().request_row
+        self._dense_rows = [row(req) in dense for req in reqs] if dense else None
 
     def longest_sparse(self, lengths: torch.Tensor) -> int:
         """Length of the longest row that may select; 0 if none may.

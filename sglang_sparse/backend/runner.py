@@ -42,6 +42,9 @@ def heads_of(runner: ModelRunner) -> Heads:
         dim=runner.token_to_kv_pool.head_dim,
         # With more ranks than KV heads, neighbours hold a copy of the same one.
         first_kv=int(parallel.attn_tp_rank * heads // parallel.attn_tp_size),
+        total_kv=int(heads),
+        ranks=int(parallel.attn_tp_size),
+        replicas=bool(parallel.attn_tp_rank * heads % parallel.attn_tp_size >= heads),
     )
 
 

@@ -99,6 +99,17 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
+    # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
+    "psa-ranks": (
+        [
+            *SPARSE,
+            "psa",
+            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            *("--enable-metrics", "--decode-log-interval", "2"),
+            *("--disable-cuda-graph", "--tp", "2"),
+        ],
+        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+    ),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
         [
@@ -155,7 +166,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    "kascade",
+    *("ranks", "kascade"),
 )
 
 

@@ -26,6 +26,9 @@ def facts(model: str, preset: str) -> Facts:
         page_size=64,
         unit=config.unit,
         kv_heads=4,
+        first_kv_head=0,
+        total_kv_heads=4,
+        ranks=1,
         layers={"dense": [5, 6], "select": [0, 1, 2], "reuse": [3]},
         request_budget={},
         graphs={},
@@ -35,7 +38,7 @@ def facts(model: str, preset: str) -> Facts:
         decode_steps={},
         prefill_batches={},
         sglang="0.0.1",
-        sglang_tested="0.5.17",
+        sglang_tested=["0.5.17", "0.5.23"],
     )
 
 
@@ -58,4 +61,5 @@ def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
 
 
 def test_the_banner_warns_of_a_version_that_was_not_tested() -> None:
-    assert "sglang 0.0.1 (NOT TESTED, tested: 0.5.17)" in banner.text(facts("reference", "kascade"))
+    line = banner.text(facts("reference", "kascade"))
+    assert "sglang 0.0.1 (NOT TESTED, tested: 0.5.17 and 0.5.23)" in line

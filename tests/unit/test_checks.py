@@ -10,22 +10,36 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from sglang_sparse import compat
 from sglang_sparse.cli import app
 from sglang_sparse.config import ConfigError, SparseConfig, StepCadence, load_preset
 
 
 @pytest.fixture(scope="module")
 def resolved() -> object:
-    """A real ``ServerArgs`` for the reference model, as a good start resolves it."""
+    """The flags of a real ``ServerArgs`` for the reference model, as a good start resolves it."""
     from live_server import base_args
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
     from sglang.srt.server_args import prepare_server_args
 
-    return prepare_server_args(
-        [*base_args(), "--attention-backend", "sparse", "--sparse-method", "sparcas"]
+    return compat.resolved(
+        prepare_server_args(
+            [*base_args(), "--attention-backend", "sparse", "--sparse-method", "sparcas"]
+        )
     )
+
+
+class Rewritten:
+    """Resolved flags, some of which are different; SGLang seals its own."""
+
+    def __init__(self, flags: object, **changes: object) -> None:
+        self._flags = flags
+        self.__dict__ |= changes
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._flags, name)
 
 
 @pytest.mark.parametrize(
@@ -44,23 +58,23 @@ def test_a_setting_that_sglang_rewrote_is_refused(
 
     config = load_preset("reference", "sparcas")
     check_resolved(resolved, config)
-    rewritten = copy.copy(resolved)
-    object.__setattr__(rewritten, field, value)  # SGLang seals what it resolved
     with pytest.raises(ConfigError) as refusal:
-        check_resolved(rewritten, config)
+        check_resolved(Rewritten(resolved, **{field: value}), config)
     for word in words:
         assert word in str(refusal.value)
 
 
 @pytest.mark.parametrize(("phase", "backend"), [("prefill", "full"), ("decode", "breakable")])
 def test_a_graph_backend_that_plans_cannot_follow_is_refused(
-    resolved: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, phase: str, backend: str
+    resolved: argparse.Namespace, phase: str, backend: str
 ) -> None:
     from sglang_sparse.checks import check_resolved
 
-    monkeypatch.setattr(getattr(resolved.cuda_graph_config, phase), "backend", backend)
+    graphs = copy.deepcopy(resolved.cuda_graph_config)
+    getattr(graphs, phase).backend = backend
+    rewritten = Rewritten(resolved, cuda_graph_config=graphs)
     with pytest.raises(ConfigError, match=f"--cuda-graph-backend-{phase} {backend}"):
-        check_resolved(resolved, load_preset("reference", "sparcas"))
+        check_resolved(rewritten, load_preset("reference", "sparcas"))
 
 
 def test_kept_selections_are_bounded() -> None:
@@ -215,8 +229,7 @@ def test_devices_that_nothing_here_serves_are_refused(
     from sglang_sparse.checks import check_resolved
 
     monkeypatch.setattr(devices, "served_device", lambda: served)
-    rewritten = copy.copy(resolved)
-    object.__setattr__(rewritten, "device", device)
+    rewritten = Rewritten(resolved, device=device)
     with pytest.raises(ConfigError, match=f"--device {device}: .*{allowed}"):
         check_resolved(rewritten, load_preset("reference", "sparcas"))
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from sglang_sparse import compat, hooks
+from sglang_sparse import compat
 
 RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 
@@ -16,7 +16,7 @@ def hooked() -> list[str]:
     """Targets of the hooks, with the endpoints looked up anew."""
     compat.serves_responses.cache_clear()
     try:
-        return [target for target, _, _ in hooks._hooks() if target.startswith(RESPONSES)]
+        return [h.target for h in compat._hooks() if h.target.startswith(RESPONSES)]
     finally:
         compat.serves_responses.cache_clear()
 

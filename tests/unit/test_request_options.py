@@ -118,7 +118,12 @@ def test_a_slots_share_is_that_of_its_last_owner() -> None:
 
 def request(slot: int, **sparse: Any) -> Any:
     params = {"sparse": sparse} if sparse else None
-    return SimpleNamespace(req_pool_idx=slot, sampling_params=SimpleNamespace(custom_params=params))
+    # Its row is named in either of two ways, by SGLang's version.
+    return SimpleNamespace(
+        req_pool_idx=slot,
+        kv=SimpleNamespace(req_pool_idx=slot),
+        sampling_params=SimpleNamespace(custom_params=params),
+    )
 
 
 def test_a_slots_options_are_those_of_its_last_owner() -> None:

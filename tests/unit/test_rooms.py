@@ -30,6 +30,7 @@ ROOMS = {
     "calibrate": {"config", "tasks"},
     "evaluate": {"config", "tasks", "request_options"},
     "research": {"config", "tasks", "calibrate"},
+    "compat": {"config", "graph_variants", "launch", "native_cpu", "pools", "checks"},
     "backend": {
         *("__init__", "choices", "config", "compat", "checks", "launch", "facts", "banner"),
         *("pools", "graph_variants", "reach", "request_options"),

@@ -24,12 +24,13 @@ def published_server_args() -> Iterator[object]:
         from radix_harness import asked_for
         from sglang.srt.mem_cache import registry
 
+        from sglang_sparse import compat
         from sglang_sparse_radix.radix_cache import BACKEND_NAME, register
 
         # The plugin registers a rule of its own where another test of this process loads it.
         trees = registry._RADIX_CACHE_REGISTRY
         plugins = trees.pop(BACKEND_NAME, None)
-        register(asked_for)
+        register(compat.current().tree_class(), asked_for)
         yield server_args
         del trees[BACKEND_NAME]
         if plugins is not None:

@@ -12,6 +12,7 @@ and what the tokens before it had seen. That is what prefixes are checked agains
 
 from __future__ import annotations
 
+import importlib
 import json
 from array import array
 from collections import Counter
@@ -21,22 +22,24 @@ from pathlib import Path
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, release_req
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from sglang_sparse import compat
 from sglang_sparse_kernels.common import Impl
-from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
 from sglang_sparse_radix.branches import DENSE, Branch, SparseFrom
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
 
 LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
+# What SGLang's scheduler does, by the module of `compat` that fits the installed version.
+scheduler = importlib.import_module(f"scheduler_{compat.current().__name__.rpartition('.')[2]}")
 
 ASKED = "sparse_from"
 DENSE_KV: frozenset[object] = frozenset()
@@ -97,15 +100,7 @@ def build_context(
 ) -> TreeCacheBuildContext:
     """What `build_kv_cache` hands to the radix-cache factory; `changes` replace fields of it."""
     server_args = get_server_args()
-    allocator = TorchPagedTokenToKVPoolAllocator(
-        pool.size,
-        page_size=page_size,
-        dtype=pool.dtype,
-        device="cpu",
-        kvcache=pool,
-        need_sort=False,
-    )
-    allocator.debug_mode = True
+    allocator = scheduler.make_allocator(pool, page_size)
     disable = bool(changes.get("disable_radix_cache", False))
     fields: dict[str, object] = {
         "server_args": server_args,
@@ -119,14 +114,13 @@ def build_context(
         "is_hybrid_ssm": False,
         "enable_hierarchical_cache": False,
         "disable_radix_cache": disable,
-        "effective_chunked_prefill_size": 512,
         "tp_worker": None,
         "model_config": None,
         "tp_size": 1,
         "tp_rank": 0,
         "tp_group": None,
     }
-    return TreeCacheBuildContext(**(fields | changes))
+    return TreeCacheBuildContext(**(fields | scheduler.CONTEXT | changes))
 
 
 class MemorySide:
@@ -265,16 +259,18 @@ class MemorySide:
             req = self.waiting[0]
             req.init_next_round_input(self.tree)
             self.check_prefix(req)
-            self.tree.inc_lock_ref(req.last_node)
+            scheduler.lock(req, self.tree)
             tokens = self._set_extend(req, budget)
             if not self._fits([*batch_reqs, req]):
-                self.tree.dec_lock_ref(req.last_node)
+                scheduler.unlock(req, self.tree)
                 break
             budget -= tokens
             batch_reqs.append(self.waiting.pop(0))
         if not batch_reqs:
             return []
-        partial = [r for r in batch_reqs if r.extend_range.end < len(r.full_untruncated_fill_ids)]
+        partial = [
+            r for r in batch_reqs if scheduler.extend_end(r) < len(r.full_untruncated_fill_ids)
+        ]
         batch = ScheduleBatch.init_new(
             batch_reqs,
             self.requests,
@@ -288,19 +284,19 @@ class MemorySide:
         batch.prepare_for_extend()
         for req in partial:
             req.inflight_middle_chunks += 1
-        run = self.launch(batch, [len(r.prefix_indices) for r in batch_reqs])
+        run = self.launch(batch, [scheduler.prefix(r) for r in batch_reqs])
         if not overlap:
             run()
         for req in batch_reqs:
             if req in partial:
                 self.seen["chunk that ends inside a page"] += (
-                    req.extend_range.end % self.page_size > 0
+                    scheduler.extend_end(req) % self.page_size > 0
                 )
-                maybe_cache_unfinished_req(req, self.tree, chunked=True)
+                scheduler.checkpoint(req, self.tree, chunked=True)
                 req.inflight_middle_chunks -= 1
             else:
                 self._append_token(req)
-                maybe_cache_unfinished_req(req, self.tree)
+                scheduler.checkpoint(req, self.tree, chunked=False)
         if overlap:
             run()
         self.chunked = partial[0] if partial else None
@@ -317,7 +313,7 @@ class MemorySide:
             return []
         retracted: list[Req] = []
         if not self.running.check_decode_mem():
-            retracted, _, aborted = self.running.retract_decode(get_server_args())
+            retracted, aborted = scheduler.retract(self.running)
             self.seen["retraction for want of memory"] += len(retracted)
             self.waiting.extend(retracted)
             if self.running.is_empty():
@@ -344,28 +340,20 @@ class MemorySide:
     def release(self, req: Req, *, is_insert: bool = True) -> None:
         """Finish or abort, as the batch-result processor does it."""
         self.allocator.free_group_begin()
-        release_kv_cache(req, self.tree, is_insert=is_insert)
+        scheduler.release(req, self.tree, insert=is_insert)
         self.allocator.free_group_end()
 
     def abort_chunked(self) -> None:
         """Abort the request whose prompt is half prefilled."""
         assert self.chunked is not None
-        release_kv_cache(self.chunked, self.tree, is_insert=False)
+        scheduler.release(self.chunked, self.tree, insert=False)
         self.chunked = None
 
     def retract(self, index: int) -> None:
         """Release a running request's memory; it waits to be recomputed."""
         assert self.running is not None
         req = self.running.reqs[index % len(self.running.reqs)]
-        release_req(
-            req=req,
-            remaing_req_count=len(self.running.reqs) - 1,
-            server_args=get_server_args(),
-            req_to_token_pool=self.requests,
-            token_to_kv_pool_allocator=self.allocator,
-            tree_cache=self.tree,
-            hisparse_coordinator=None,
-        )
+        scheduler.release_to_wait(req, self.running)
         self._leave_running(req)
         self.waiting.append(req)
 
@@ -383,20 +371,20 @@ class MemorySide:
         self.allocator.clear()
 
     def _set_extend(self, req: Req, budget: int) -> int:
-        start = len(req.prefix_indices)
+        start = scheduler.prefix(req)
         end = min(len(req.full_untruncated_fill_ids), start + budget)
-        req.set_extend_range(start, end)
+        scheduler.set_extend(req, end)
         return end - start
 
     def _fits(self, reqs: list[Req]) -> bool:
-        need = sum(r.extend_range.length + self.page_size for r in reqs)
+        need = sum(scheduler.extend_end(r) - scheduler.prefix(r) + self.page_size for r in reqs)
         return self.allocator.available_size() + self.tree.evictable_size() >= need
 
     def _append_token(self, req: Req) -> None:
         req.output_ids.append(int(torch.randint(VOCAB, (1,), generator=self.random)))
 
     def _join_running(self, batch: ScheduleBatch) -> None:
-        batch.filter_batch(chunked_req_to_exclude=self.chunked)
+        scheduler.leave_out(batch, self.chunked)
         if batch.is_empty():
             return
         if self.running is None:
@@ -425,15 +413,16 @@ class MemorySide:
             for page in self._page_ids(node.value):
                 found[page] = self.page_size
         for req in self.live_requests():
-            slots = self.requests.req_to_token[req.req_pool_idx, : req.kv_committed_len]
+            committed = scheduler.committed(req)
+            slots = self.requests.req_to_token[scheduler.row(req), :committed]
             for i, page in enumerate(self._page_ids(slots)):
-                rows = min(self.page_size, req.kv_committed_len - i * self.page_size)
+                rows = min(self.page_size, committed - i * self.page_size)
                 found[page] = max(found.get(page, 0), rows)
         return found
 
     def check_prefix(self, req: Req) -> None:
         """What a request takes over saw nothing that the request would not have seen itself."""
-        sparse, slots = asked_for(None, req), req.prefix_indices.tolist()
+        sparse, slots = asked_for(None, req), scheduler.prefix_slots(req, self.tree)
         seen = DENSE_KV.union(*(self.saw[slot] for slot in slots))
         own = set()
         if sparse.prefill is not None:
@@ -480,8 +469,9 @@ class MemorySide:
 
 def tree_nodes(tree: object) -> list[object]:
     """All nodes of a radix tree but the root; none for a cache without a tree."""
-    root = getattr(tree, "root_node", None)
-    stack = [] if root is None else list(root.children.values())
+    if not isinstance(tree, RadixCache):
+        return []
+    stack = list(tree.root_node.children.values())
     nodes = []
     while stack:
         node = stack.pop()

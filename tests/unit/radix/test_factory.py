@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, asked_for, build_context, make_pool
+from radix_harness import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -15,6 +15,8 @@ from sglang.srt.mem_cache.registry import create_tree_cache, get_radix_cache_fac
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
+from sglang_sparse import compat
+from sglang_sparse.checks import ATTENTION_RULES
 from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.planes import PageBounds
 from sglang_sparse_radix.planes_spec import PlaneSpec
@@ -29,7 +31,8 @@ P = 16
 
 
 def create(context):
-    return create_sparse_radix_cache(context, sparse_from=asked_for)
+    tree = compat.current().tree_class()
+    return create_sparse_radix_cache(context, cache_class=tree, sparse_from=asked_for)
 
 
 def context(pool=None, **changes):
@@ -41,29 +44,27 @@ def context(pool=None, **changes):
 
 def test_the_flag_selects_the_sparse_radix_cache():
     cache = create_tree_cache(context())
-    assert type(cache) is SparseRadixCache
+    assert type(cache) is compat.current().tree_class()
+    assert isinstance(cache, SparseRadixCache)
     assert isinstance(cache, RadixCache)
 
 
 def test_registering_twice_is_harmless():
     before = get_radix_cache_factory("sparse")
-    register(asked_for)
-    register(asked_for)
+    tree = compat.current().tree_class()
+    register(tree, asked_for)
+    register(tree, asked_for)
     assert get_radix_cache_factory("sparse") is before
 
 
 def test_another_rule_for_sparse_requests_is_not_taken_in_silence():
     with pytest.raises(ValueError, match="already registered"):
-        register(lambda server_args, req: SparseFrom())
+        register(compat.current().tree_class(), lambda server_args, req: SparseFrom())
 
 
 def test_a_disabled_radix_cache_is_what_sglang_builds():
     cache = create_tree_cache(context(disable_radix_cache=True))
-    assert type(cache).__name__ == "ChunkCache"
-    whole = context(disable_radix_cache=True, effective_chunked_prefill_size=None)
-    cache = create_tree_cache(whole)
-    assert type(cache) is RadixCache
-    assert cache.disable
+    assert type(cache).__name__ == scheduler.DISABLED_TREE
 
 
 @pytest.mark.parametrize(
@@ -107,8 +108,9 @@ def test_a_plain_server_is_supported():
 
 
 def test_every_rule_names_a_field_that_this_sglang_has():
-    known = {field.name for field in fields(ServerArgs)}
-    assert {rule.field for rule in RULES} <= known
+    known = compat.current().declared_defaults().keys()
+    named = {rule.field for rule in (*RULES, *ATTENTION_RULES)}
+    assert named - known == scheduler.OTHER_FIELDS
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,7 @@ def test_every_rule_names_a_field_that_this_sglang_has():
     [
         "SGLANG_USE_HND_KVCACHE",
         "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING",
-        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
-        "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
+        *scheduler.TREE_SWITCHES,
     ],
 )
 def test_unsupported_environment_switches_are_refused(switch):

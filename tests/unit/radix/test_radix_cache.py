@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from radix_harness import MemorySide, tree_nodes
+from radix_harness import MemorySide, scheduler, tree_nodes
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_kernels.planes import by_page
@@ -86,7 +86,7 @@ def test_two_requests_that_computed_one_prefix_end_on_the_same_pages(side):
     side.prefill(10_000)
     side.check()
     rows = side.requests.req_to_token
-    assert torch.equal(rows[first.req_pool_idx, : 2 * P], rows[second.req_pool_idx, : 2 * P])
+    assert torch.equal(rows[scheduler.row(first), : 2 * P], rows[scheduler.row(second), : 2 * P])
     assert len(tree_nodes(side.tree)) == 1
     side.decode(finish=0)
     side.check()
@@ -120,7 +120,7 @@ def test_retraction_recomputes_and_counts_a_second_prefill(side):
     side.decode()
     side.retract(0)
     side.check()
-    assert req.req_pool_idx is None
+    assert scheduler.row(req) is None
     side.prefill(10_000)
     side.check()
     # Twice its own first page and what its first prefill had already put into the tree.
@@ -160,10 +160,8 @@ def test_flush_empties_tree_and_pages_but_keeps_counts(side):
 
 
 def test_without_a_radix_cache_planes_stay_right(model_config):
-    from sglang.srt.mem_cache.chunk_cache import ChunkCache
-
     side = MemorySide(model_config, SPEC, page_size=P, num_pages=24, disable_radix_cache=True)
-    assert type(side.tree) is ChunkCache
+    assert type(side.tree).__name__ == scheduler.DISABLED_TREE
     serve(side, tokens(0, 3 * P + 2), chunk=20)
     serve(side, tokens(0, 3 * P + 2), chunk=7)
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that knows SGLang's versions: one module a version behind :class:`.protocol.SGLangVersion`.
+
+Seams that every version shares (paths under ``sglang/srt``):
+
+``plugins/__init__.py: load_plugins``
+    Entry point ``sglang.srt.plugins``. It logs a plugin's exception and goes on.
+``plugins/hook_registry.py: HookRegistry``
+    Hooks. A lost target is only logged; ``_patched`` tells, and :func:`verify_hooks` asks it.
+``server_args.py: add_attention_backend_choices``
+    The value ``sparse`` of ``--attention-backend``.
+``server_args.py: ServerArgs.add_cli_args``, ``ServerArgs.from_cli_args``
+    The flags ``--sparse-method`` and ``--sparse-config``, read before SGLang resolves the flags.
+``entrypoints/engine.py: Engine.server_args_class``
+    The same two values for ``sglang.Engine``.
+``layers/attention/attention_registry.py: register_attention_backend``
+    The backend's factory, called with a ``ModelRunner``.
+``layers/attention/base_attn_backend.py: AttentionBackend``
+    The contract of the backend.
+``mem_cache/registry.py: register_radix_cache_backend``
+    The tree that goes with the planes and keeps sparse KV away from dense requests. What it uses
+    of SGLang's tree is listed in ``sglang_sparse_radix/radix_cache.py``.
+``mem_cache/memory_pool.py: MHATokenToKVPool``
+    The KV pool that planes lie beside; ``_create_buffers`` allocates them.
+``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_mha_kv_pool``
+    The pool class.
+``model_executor/pool_configurator.py: DefaultPoolConfigurator._compute_cell_size``
+    Plane bytes in SGLang's memory sizing.
+``distributed/parallel_state.py: get_tp_group``
+    The ranks whose counts are added up, over its CPU group.
+``distributed/device_communicators/triton_symm_mem_ag.py: MultimemAllGatherer._build``
+    Kept from looking for GPU memory on a CPU.
+``managers/tokenizer_manager.py: TokenizerManager``
+    ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
+    ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
+    that. Both run in the one tokenizer process that loads plugins.
+``entrypoints/anthropic/serving.py: AnthropicServing``, ``entrypoints/ollama/serving.py:
+OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingResponses``
+    Handlers of endpoints whose protocols have no ``custom_params``: they are read from the body
+    around ``handle_messages``, ``handle_chat``, ``handle_generate`` and ``create_responses``, and
+    put into what ``_convert_to_chat_completion_request``, ``_convert_options_to_sampling_params``
+    and ``openai/protocol.py: ResponsesRequest.to_sampling_params`` return.
+``managers/schedule_batch.py: Req.sampling_params.custom_params``
+    What a request asked for.
+``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``
+    Forced decoding for perplexities: which chunk a prefill is at, and the processor's base class.
+``model_executor/forward_batch_info.py: ForwardBatch.init_new``
+    The last place that sees a batch's requests, on the forward stream.
+``managers/scheduler_components/metrics_reporter.py: SchedulerMetricsReporter``
+    ``report_decode_stats`` runs after every decode step, ``_maybe_log_idle_metrics`` when there
+    is nothing to do; ``metrics_collector.labels`` are the labels of the metrics beside ours.
+``managers/scheduler.py: Scheduler.init_req_max_new_tokens``, ``managers/tp_worker.py``
+    How long a request may become (:func:`longest_row`).
+``managers/scheduler.py: Scheduler.get_internal_state``
+    The ``sparse`` block of ``/server_info``.
+
+What differs is in the docstrings of :mod:`.v0517` and :mod:`.v0523`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from sglang_sparse.compat import v0517, v0523
+from sglang_sparse.compat.models import (
+    attention_layers,
+    current_server_args,
+    has_recurrent_layers,
+    is_mla,
+    longest_row,
+    read_model_config,
+    serves_responses,
+    sliding_window,
+    tensor_group,
+)
+from sglang_sparse.compat.protocol import Hook, HookKind, SGLangVersion
+from sglang_sparse.compat.signatures import differences
+from sglang_sparse.config import ConfigError
+
+__all__ = [
+    "TESTED_SGLANG",
+    "Hook",
+    "HookKind",
+    "SGLangVersion",
+    "attention_layers",
+    "captures_decode",
+    "current",
+    "current_server_args",
+    "has_recurrent_layers",
+    "install_hooks",
+    "is_mla",
+    "is_supported",
+    "is_tested",
+    "longest_row",
+    "read_model_config",
+    "resolved",
+    "serves_responses",
+    "sglang_version",
+    "sliding_window",
+    "supported_range",
+    "tensor_group",
+    "tested_versions",
+    "untested_warning",
+    "verify_hooks",
+]
+
+_VERSIONS: dict[str, SGLangVersion] = {"0.5.17": v0517, "0.5.23": v0523}
+TESTED_SGLANG = tuple(_VERSIONS)
+_FLAGS = "sglang.srt.server_args.ServerArgs."
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang distribution."""
+    return version("sglang")
+
+
+def tested_versions() -> str:
+    """The tested versions, for messages: ``0.5.17 and 0.5.23``."""
+    return " and ".join(TESTED_SGLANG)
+
+
+def supported_range() -> str:
+    """The versions that a start is tried on, for messages."""
+    return f"{TESTED_SGLANG[0]} to {TESTED_SGLANG[-1]}"
+
+
+def is_tested() -> bool:
+    """True if the installed version is one that the tests run on."""
+    return sglang_version() in TESTED_SGLANG
+
+
+def is_supported() -> bool:
+    """True if the installed version lies between the oldest and the newest tested one."""
+    found = Version(sglang_version())
+    return Version(TESTED_SGLANG[0]) <= found <= Version(TESTED_SGLANG[-1])
+
+
+@cache
+def current() -> SGLangVersion:
+    """The module for the installed SGLang.
+
+    A version that is not tested gets the newest module whose marker it has; a start names the
+    targets that it lost. Nothing of SGLang is imported: its platform is chosen through this.
+    """
+    exact = _VERSIONS.get(sglang_version())
+    if exact is not None:
+        return exact
+    package = find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    root = Path(package.submodule_search_locations[0])
+    return next((m for m in reversed(_VERSIONS.values()) if (root / m.MARKER).exists()), v0517)
+
+
+def _hooks() -> list[Hook]:
+    """The hooks of this process; none on ``/v1/responses`` where SGLang goes without it, too."""
+    hooks = current().HOOKS
+    return [h for h in hooks if ".serving_responses." not in h.target or serves_responses()]
+
+
+def install_hooks() -> None:
+    """Ask SGLang to call every hook; those of the flags alone on a version out of range."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in _hooks():
+        if is_supported() or hook.target.startswith(_FLAGS):
+            HookRegistry.register(hook.target, hook.load(), HookType(hook.kind))
+
+
+def verify_hooks() -> None:
+    """Check that SGLang is of a supported version and really applied every hook.
+
+    SGLang logs a hook that lost its target and serves on.
+
+    Raises:
+        ConfigError: names the version, or the targets that this SGLang no longer has.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    found = sglang_version()
+    if not is_supported():
+        raise _unsupported(f"sglang {found} is out of the supported range")
+    lost = sorted({hook.target for hook in _hooks()} - HookRegistry._patched)
+    if lost:
+        raise _unsupported(f"sglang {found} lacks what it hooks: {', '.join(lost)}")
+
+
+def _unsupported(problem: str) -> ConfigError:
+    return ConfigError(
+        flag="--attention-backend",
+        value="sparse",
+        problem=problem,
+        allowed=f"sglang {supported_range()} (tested: {tested_versions()})",
+        remedy="install a tested version, or serve with a dense attention backend",
+    )
+
+
+def untested_warning() -> str | None:
+    """One line for a version between the tested ones, with what it changed; None for a tested one.
+
+    Call it once SGLang is loaded.
+    """
+    if is_tested():
+        return None
+    changed = differences(current())
+    what = f"its signatures differ in {', '.join(changed)}" if changed else "its signatures fit"
+    return (
+        f"sglang {sglang_version()} is between the tested versions {tested_versions()} "
+        f"and is not tested itself; {what}"
+    )
+
+
+def resolved(server_args: Any) -> Any:
+    """Flags as SGLang resolves them, readable by name."""
+    return current().resolved(server_args)
+
+
+def captures_decode(server_args: Any) -> bool:
+    """True if decode will be captured in CUDA graphs.
+
+    Seam: ``ServerArgs.cuda_graph_config``; the older ``disable_cuda_graph`` only folds into it.
+    """
+    flags = resolved(server_args)
+    return bool(flags.device != "cpu" and flags.cuda_graph_config.decode.backend != "disabled")

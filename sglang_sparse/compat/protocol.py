@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every supported version of SGLang answers."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from sglang_sparse.graph_variants import Variant
+    from sglang_sparse_radix.radix_cache import SparseRadixCache
+
+HookKind = Literal["around", "after"]
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One function of ours around or after one of SGLang's.
+
+    Attributes:
+        target: dotted name in SGLang.
+        function: ``module:function`` of ours. Named, not imported: those modules import this
+            package.
+        kind: where ours runs, in the terms of SGLang's ``HookType``.
+    """
+
+    target: str
+    function: str
+    kind: HookKind
+
+    def load(self) -> Callable[..., Any]:
+        """Our function."""
+        found: Callable[..., Any] = pkgutil.resolve_name(self.function)
+        return found
+
+
+class SGLangVersion(Protocol):
+    """What differs between versions of SGLang; each supported one is a module of this shape.
+
+    Importing such a module imports nothing of SGLang: the platform is chosen while SGLang loads.
+    """
+
+    @property
+    def HOOKS(self) -> tuple[Hook, ...]:
+        """Every hook; the signature of its target is recorded, see :mod:`.signatures`."""
+
+    @property
+    def SEAMS(self) -> tuple[str, ...]:
+        """Dotted names of what is called or overridden beside the hooks; recorded likewise."""
+
+    @property
+    def MARKER(self) -> str:
+        """A file of SGLang's package that came with what the version does differently."""
+
+    @property
+    def CPU_PLATFORM(self) -> str:
+        """Dotted name of the platform class that serves where no accelerator is."""
+
+    def request_row(self, req: Any) -> int:
+        """Row of a scheduled request in SGLang's request table."""
+
+    def resolved(self, server_args: Any) -> Any:
+        """Flags as SGLang resolves them, readable by name; resolves them if nobody did yet."""
+
+    def declared_defaults(self) -> dict[str, Any]:
+        """Every field of ``ServerArgs`` with its default; None for one without."""
+
+    def tree_class(self) -> type[SparseRadixCache]:
+        """SGLang's radix cache with branches and counts of reused planes."""
+
+    def variant_being_captured(self) -> Variant:
+        """Which decode graph SGLang captures at this moment."""

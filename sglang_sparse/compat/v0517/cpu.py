@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang 0.5.17 on a CPU: what it takes to keep it from Triton and NCCL there.
+
+Seams: ``platforms/interface.py: SRTPlatform``, ``utils/common.py: support_triton``,
+``mem_cache/allocation.py: get_last_loc``, ``distributed/parallel_state.py:
+init_model_parallel_group``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_sparse.native_cpu import NativeCpuPlatform
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CpuPlatform(NativeCpuPlatform):
+    """The CPU platform with pool and allocator, which 0.5.17 asks an out-of-tree platform for."""
+
+    def get_mha_kv_pool_cls(self) -> type:
+        from sglang_sparse.pools import kv_pool_class
+
+        return kv_pool_class()
+
+    def get_paged_allocator_cls(self) -> type:
+        from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
+
+        return TorchPagedTokenToKVPoolAllocator
+
+
+def support_triton(original: Callable[[str], bool], backend: str) -> bool:
+    """AROUND hook on ``utils.common.support_triton``: the sparse backend on a CPU has no Triton."""
+    from sglang_sparse.checks import BACKEND
+    from sglang_sparse.compat.models import current_server_args
+    from sglang_sparse.pools import implementation
+
+    if backend == BACKEND:
+        return implementation(current_server_args().device) == "triton"
+    return original(backend)
+
+
+def get_last_loc(
+    original: Callable[..., torch.Tensor],
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> torch.Tensor:
+    """AROUND hook on ``mem_cache.allocation.get_last_loc``: its PyTorch form on the CPU."""
+    if req_to_token.device.type != "cpu":
+        return original(req_to_token, req_pool_indices, prefix_lens)
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+
+
+def init_model_parallel_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """AROUND hook on ``distributed.parallel_state.init_model_parallel_group``.
+
+    On the CPU platform ranks speak through gloo, without communicators of a GPU.
+    """
+    from sglang.srt.platforms import current_platform
+
+    if isinstance(current_platform, NativeCpuPlatform):
+        kwargs |= dict.fromkeys(_GPU_COMMUNICATORS, False)
+    return original(*args, **kwargs)
+
+
+_GPU_COMMUNICATORS = (
+    "use_pynccl",
+    "use_custom_allreduce",
+    "use_mscclpp_allreduce",
+    "use_torch_symm_mem_allreduce",
+)

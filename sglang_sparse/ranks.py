@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of tensor parallelism counted, put together.
+
+Each rank has some of the KV heads and counts for those. What follows from the plan of a batch
+(rows, tokens, steps, reuse of prefixes) is the same on every rank and is not added up. The
+functions are collective: every rank calls them, at the same step or for the same request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sglang_sparse import compat
+
+Sums = dict[int, dict[str, int]]
+
+
+def gather(mine: Any) -> list[Any]:
+    """What every rank handed in, in their order; over the CPU's process group, so plain values."""
+    group, ranks = compat.tensor_group()
+    if ranks == 1:
+        return [mine]
+    import torch.distributed
+
+    values: list[Any] = [None] * ranks
+    torch.distributed.all_gather_object(values, mine, group=group)
+    return values
+
+
+def reached(backend: Any, mine: Sums | None) -> Sums | None:
+    """Sums over the KV heads of all ranks, by layer and name; None if a rank has none yet.
+
+    Args:
+        backend: this rank's, which knows whether a lower rank has the same heads.
+        mine: sums of this rank's heads.
+    """
+    parts = gather((backend.holds_replicas, mine))
+    return add_up(part for replica, part in parts if not replica)
+
+
+def add_up(parts: Iterable[Sums | None]) -> Sums | None:
+    """Sums by layer and name; None if a part is."""
+    total: Sums = {}
+    for part in parts:
+        if part is None:
+            return None
+        for layer, sums in part.items():
+            kept = total.setdefault(layer, dict.fromkeys(sums, 0))
+            for name, count in sums.items():
+                kept[name] += count
+    return total
+
+
+def mean_fidelity(
+    parts: Iterable[Mapping[str, Mapping[str, float]]],
+) -> dict[str, dict[str, float]]:
+    """Reports of :class:`.backend.probe.FidelityProbe` over all heads, by layer."""
+    found: dict[str, dict[str, float]] = {}
+    for part in parts:
+        for layer, one in part.items():
+            if layer not in found:
+                found[layer] = dict(one)
+                continue
+            kept = found[layer]
+            pairs = kept["pairs"] + one["pairs"]
+            for name in one.keys() - {"pairs", "kernel_error"}:
+                kept[name] = (kept[name] * kept["pairs"] + one[name] * one["pairs"]) / pairs
+            kept["kernel_error"] = max(kept["kernel_error"], one["kernel_error"])
+            kept["pairs"] = pairs
+    return found

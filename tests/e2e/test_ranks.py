@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks of tensor parallelism answer and count as one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from live_server import LiveServer, logprobs, token_ids
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+TOKENS = 6
+COUNTS = ("pairs", "blocks", "domain_blocks", "cap_hits")
+
+
+def answers(live: LiveServer, ids: list[list[int]], **options: object) -> list[dict]:
+    """Greedy answers to each prompt, asked alone on a cold cache."""
+    found = []
+    for prompt in ids:
+        live.flush()
+        found += live.generate([prompt], TOKENS, ignore_eos=True, **options)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"custom_params": {"sparse": {"mode": "dense"}}}],
+    ids=["sparse", "asked to be dense"],
+)
+def test_two_ranks_answer_as_one_does(
+    server: Server, prompts: list[list[int]], options: dict[str, object]
+) -> None:
+    ids = [prompts[0][:900], prompts[1][:450], prompts[2][:700]]
+    one, two = server("psa"), server("psa-ranks")
+    before = two.sparse_state()["decode_steps"]
+    want, got = answers(one, ids, **options), answers(two, ids, **options)
+    assert token_ids(got) == token_ids(want)
+    # Sums over ranks are in another order than sums over heads.
+    assert logprobs(got) == pytest.approx(logprobs(want), abs=1e-3)
+    after = two.sparse_state()["decode_steps"]
+    ran = "dense" if options else "sparse"
+    steps = {variant: after[variant] - before[variant] for variant in after}
+    assert steps == {"dense": 0, "sparse": 0} | {ran: len(ids) * (TOKENS - 1)}
+
+
+def test_what_ranks_count_adds_up_to_what_one_counts(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    ids = [prompts[0][:900], prompts[1][:450]]
+    grown = []
+    for name in ("psa", "psa-ranks"):
+        live = server(name)
+        before, metrics = live.sparse_state()["progress"], live.metrics()
+        answers(live, ids)
+        after, more = live.sparse_state()["progress"], live.metrics()
+        progress = {
+            layer: {key: after[layer][key] - before[layer][key] for key in COUNTS}
+            for layer in after
+        }
+        grown.append((progress, {key: more[key] - metrics[key] for key in metrics}))
+    (alone, alone_metrics), (together, together_metrics) = grown
+    assert together.keys() == alone.keys()
+    for layer, counts in alone.items():
+        assert counts["pairs"] == len(ids) * (TOKENS - 1) * 4
+        for key in ("pairs", "domain_blocks"):
+            assert together[layer][key] == counts[key]
+        # A share that is reached at a rounding's distance may take a block more or less.
+        assert together[layer]["blocks"] == pytest.approx(counts["blocks"], abs=2)
+        assert together_metrics["mass_lists_total", layer] == counts["pairs"]
+    for name in ("decode_rows_total", "selections_total", "dense_fallback_rows_total"):
+        assert together_metrics[name, ""] == alone_metrics[name, ""]
+
+
+def test_each_rank_says_what_it_has(server: Server, prompts: list[list[int]]) -> None:
+    live = server("psa-ranks")
+    answers(live, [prompts[0][:900]])
+    state = live.sparse_state()
+    assert (state["total_kv_heads"], len(state["ranks"])) == (4, 2)
+    assert [(rank["first_kv_head"], rank["kv_heads"]) for rank in state["ranks"]] == [
+        (0, 2),
+        (2, 2),
+    ]
+    first, second = state["ranks"]
+    for same in ("decode_steps", "prefill_batches", "plane_reuse", "plane_bytes", "kv_bytes"):
+        assert first[same] == second[same]
+    for layer, sums in state["progress"].items():
+        assert sums["blocks"] == sum(rank["progress"][layer]["blocks"] for rank in state["ranks"])
+    pairs = [sum(one["pairs"] for one in r["fidelity"].values()) for r in state["ranks"]]
+    assert sum(one["pairs"] for one in state["fidelity"].values()) == sum(pairs)
+    assert min(pairs) > 0
+    assert state["plane_check"]["pages"] == first["plane_check"]["pages"] > 0
+    assert [rank["plane_check"]["wrong"] for rank in state["ranks"]] == [0, 0]
+    assert state["plane_check"]["wrong"] == 0

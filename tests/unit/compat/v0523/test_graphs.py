@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense and sparse decode graphs as variants of SGLang 0.5.23's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+from sglang.srt.model_executor.runner_utils import capture_mode
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context
+
+from sglang_sparse import compat
+from sglang_sparse.launch import attach
+
+
+@pytest.fixture
+def variants():
+    """What the runner of a sparse server builds, through the hook."""
+    load_plugins()
+    with get_context().override_server_args(device="cpu") as server_args:
+        assert decode_cuda_graph_runner.create_attention_graph_variants(SimpleNamespace()) is None
+        attach(server_args, object())
+        yield decode_cuda_graph_runner.create_attention_graph_variants(SimpleNamespace())
+
+
+def test_a_sparse_server_captures_both(variants):
+    assert set(variants.capture_labels) == {"dense", "sparse"}
+
+
+def test_the_backend_selects_the_graph_of_a_batch(variants):
+    asked = []
+
+    def select(batch):
+        asked.append(batch)
+        return "sparse"
+
+    backend = SimpleNamespace(select_variant=select)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert variants.select("the batch") == "sparse"
+    assert asked == ["the batch"]
+
+
+@pytest.mark.parametrize("label", ["dense", "sparse"])
+def test_the_captured_variant_is_the_capture_loops(variants, label):
+    capture_mode._set_capture_attention_variant(label)
+    try:
+        assert compat.current().variant_being_captured() == label
+    finally:
+        capture_mode._set_capture_attention_variant(None)
