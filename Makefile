@@ -2,9 +2,9 @@
 # Every target works on a bare clone: it makes .venv and installs the pinned packages first.
 #   make serve ARGS="--port 31000"    arguments go to the server
 #   make test ARGS="-k planes"        arguments go to pytest
-#   make test SGLANG=0.5.17           another supported SGLang, in an environment of its own
-# The newest supported SGLang; with an NVIDIA GPU the one that is verified there.
-DEFAULT_SGLANG := $(if $(wildcard /dev/nvidiactl),0.5.17,0.5.23)
+#   make test SGLANG=0.5.23           another supported SGLang, in an environment of its own
+# The SGLang that is verified on GPUs too.
+DEFAULT_SGLANG := 0.5.17
 SGLANG ?= $(DEFAULT_SGLANG)
 VENV := $(if $(filter $(SGLANG),$(DEFAULT_SGLANG)),.venv,.venv-$(SGLANG))
 PY := $(VENV)/bin/python
