@@ -360,20 +360,30 @@ def test_random_schedules_catch_sparse_kv_in_reach_of_dense_requests(
         run_schedules(machine, examples=60, shrink=False)
 
 
-@pytest.mark.parametrize("mode", ["dense", "other budget"])
-def test_random_schedules_catch_a_request_that_looks_on_every_branch(
-    model_config, monkeypatch, mode
-):
+@pytest.mark.parametrize(("second", "mode"), [(0, "dense"), (2, "other budget")])
+def test_a_request_that_looks_on_every_branch_is_caught(model_config, monkeypatch, second, mode):
     def everywhere(sparse, client_key, page_size):
         found = allowed(sparse, client_key, page_size)
         if (sparse == DENSE) == (mode == "dense"):
             found += [Section(Branch(client_key, ("decode", 128)), NEVER)]
         return found
 
+    machine = type("Machine", (Schedules,), {"model_config": model_config, "seen": Counter()})()
+    machine.start(
+        page_size=16,
+        num_pages=18,
+        spec=SPECS[0],
+        dtype=torch.float32,
+        seed=1,
+        sparse_prefill=None,
+        sparse_decode=40,
+    )
+    # The first turn decodes whole pages at a budget of 128; the second goes on from there.
+    turns = {"fresh": 35, "modes": (1, second), "steps": 34, "chunk": 400, "really": True}
+    machine.converse(**turns)
     monkeypatch.setattr(radix_cache, "allowed", everywhere)
-    machine = type("Machine", (Schedules,), {"model_config": model_config})
     with pytest.raises(AssertionError, match="took over KV that saw"):
-        run_schedules(machine, examples=60, shrink=False)
+        machine.converse(**turns)
 
 
 @pytest.mark.skipif(
