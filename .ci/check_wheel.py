@@ -43,16 +43,14 @@ def main() -> None:
         check(importlib.util.find_spec(module) is not None, f"no module {module}")
 
     import sglang_sparse
-    from sglang_sparse.config import available_methods, list_presets, load_preset, resolve
+    from sglang_sparse.config import list_presets, load_preset, resolve
 
     check("site-packages" in str(Path(sglang_sparse.__file__)), "imported from the checkout")
     presets = list_presets()
     check(len(presets) > 0, "no presets are inside")
     for ref in presets:
         load_preset(ref.model, ref.name)
-    for method in available_methods():
-        if method != "custom":
-            resolve(method, None)
+        resolve(None, str(ref))
     print(f"wheel {dist.version}: {len(files)} files, {len(presets)} presets, entry points found")
 
 

@@ -131,11 +131,12 @@ class Schedules(RuleBasedStateMachine):
     @rule(
         fresh=st.sampled_from((16, 35, 90)),
         modes=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+        kept_eighths=st.sampled_from((4, 8, 8)),
         steps=st.sampled_from((20, 34)),
         chunk=st.sampled_from(CHUNKS),
         really=RARELY,
     )
-    def converse(self, fresh, modes, steps, chunk, really):
+    def converse(self, fresh, modes, kept_eighths, steps, chunk, really):
         """Two turns, one after the other, beside whatever else runs, each in a mode of its own."""
         conversation: list[int] = []
         for mode in modes if really else ():
@@ -155,6 +156,7 @@ class Schedules(RuleBasedStateMachine):
             if req not in self.running_reqs:  # no memory for it
                 return
             conversation = [*req.origin_input_ids, *req.output_ids]
+            conversation = conversation[: kept_eighths * len(conversation) // 8]
             self.side.decode(finish=self.running_reqs.index(req))
             self.side.check()
 
