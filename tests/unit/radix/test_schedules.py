@@ -381,7 +381,8 @@ def test_a_request_that_looks_on_every_branch_is_caught(model_config, monkeypatc
         sparse_decode=40,
     )
     # The first turn decodes whole pages at a budget of 128; the second goes on from there.
-    turns = {"fresh": 35, "modes": (1, second), "steps": 34, "chunk": 400, "really": True}
+    turns = {"fresh": 35, "modes": (1, second), "kept_eighths": 8, "steps": 34, "chunk": 400}
+    turns["really"] = True
     machine.converse(**turns)
     monkeypatch.setattr(radix_cache, "allowed", everywhere)
     with pytest.raises(AssertionError, match="took over KV that saw"):
