@@ -167,9 +167,7 @@ def test_lists_are_the_references_to_the_bit(seed: int) -> None:
     lengths = [int(n) for n in source.integers(60, 900, size=3)]
     unit, heads = int(source.choice([1, 16])), int(source.integers(1, 6))
     budget = int(source.integers(3, 60)) * unit
-    batch = Batch(
-        lengths, heads=heads, unit=unit, budget=budget, capacity=70, seed=seed, reselect_every=2
-    )
+    batch = Batch(lengths, heads=heads, unit=unit, budget=budget, capacity=70, seed=seed)
     width = -(-max(lengths) // unit) + 2
     scores = make_scores(3, heads, width, CPU)
     # From all different to all alike; the largest and the least number that scores may have.
