@@ -22,6 +22,7 @@ import profile_decode  # isort: skip
 import report  # isort: skip
 import short  # isort: skip
 import soak  # isort: skip
+import tensor_parallel  # isort: skip
 
 
 def test_statistics_are_counted_from_locusts_final_report(tmp_path: Path) -> None:
@@ -124,3 +125,39 @@ def test_a_server_gets_a_port_that_no_client_gets_meanwhile(
         monkeypatch.setattr(local, "PORTS", range(port, port + 1))
         with pytest.raises(RuntimeError, match=f"no free port from {port} to {port}"):
             local.free_port()
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "first"),
+    [([1, 2], [1, 2], None), ([1, 2], [3, 2], 0), ([1, 2], [1], 1), ([1], [1, 2], 1)],
+)
+def test_an_answer_that_ends_early_differs_where_it_ends(
+    one: list[int], two: list[int], first: int | None
+) -> None:
+    assert tensor_parallel.first_difference(one, two) == first
+
+
+class Answering:
+    """Answers every prompt with the same tokens, each by far the likeliest."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "meta_info": {
+                    "output_token_logprobs": [[-0.1, token] for token in self.tokens],
+                    "output_top_logprobs": [[[-0.1, 1], [-0.2, 2]] for _ in self.tokens],
+                }
+            }
+            for _ in prompts
+        ]
+
+
+def test_ranks_whose_answers_end_early_are_not_equal() -> None:
+    whole, cut = Answering([7] * 16), Answering([7] * 15)
+    assert tensor_parallel.compare(whole, whole, count=2, length=50, vocab=1000)["ok"]
+    for pair in ((whole, cut), (cut, whole), (cut, cut)):
+        found = tensor_parallel.compare(*pair, count=2, length=50, vocab=1000)
+        assert (found["ok"], found["cut_short"]) == (False, 2)
