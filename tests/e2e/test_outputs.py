@@ -13,6 +13,7 @@ import pytest
 from expected_mass import ExpectedMass, seen_since
 from live_server import KERNEL_ERROR, MASS_ERROR, LiveServer, logprobs, token_ids
 from machine import HAS_GPU
+from rounding import logprob_error
 from served_checks import Answer, Outcome, check_dense, check_method
 
 from sglang_sparse.config import load_preset
@@ -151,9 +152,10 @@ def test_rows_of_one_batch_stop_at_very_different_depths(
     depths = [seen["blocks"] / seen["pairs"] for seen in reached]
     assert max(depths) > 3 * min(depths)
     # One long row does not make the others go on: the batch attends to what its rows do alone.
-    for name in ("pairs", "domain_blocks", "blocks"):
-        alone_sum = sum(seen[name] for seen in reached)
-        assert abs(together[name] - alone_sum) <= 0.01 * alone_sum, name
+    for name in ("pairs", "domain_blocks"):
+        assert together[name] == sum(seen[name] for seen in reached), name
+    blocks = sum(seen["blocks"] for seen in reached)
+    assert abs(together["blocks"] - blocks) <= 0.01 * blocks
     assert all(0.95 <= seen["share_millionths"] / seen["pairs"] / 1e6 <= 1 for seen in reached)
 
 
@@ -226,17 +228,12 @@ def change_by_a_prefix(live: LiveServer, suite: TaskSuite) -> float:
     return largest_change(logprobs(cold), logprobs(warm))
 
 
-@pytest.fixture(scope="module")
-def dense_change(server: Server, suite: TaskSuite) -> float:
-    """What a reused prefix changes on a dense server."""
-    return change_by_a_prefix(server("dense"), suite)
-
-
 @pytest.mark.parametrize("name", ["sparcas", "sparcas-kept"])
 def test_a_second_request_reuses_the_prefix_and_answers_as_if_cold(
-    server: Server, suite: TaskSuite, dense_change: float, name: str
+    server: Server, suite: TaskSuite, name: str
 ) -> None:
-    assert change_by_a_prefix(server(name), suite) <= max(10 * dense_change, 1e-3)
+    # Chunks that begin elsewhere add up in another order.
+    assert change_by_a_prefix(server(name), suite) <= logprob_error(2048)
 
 
 def test_chunks_that_end_elsewhere_do_not_change_answers(
