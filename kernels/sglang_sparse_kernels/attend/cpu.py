@@ -11,7 +11,7 @@ from ..records import KVView, Lists, Softmax
 
 def gathered_decode_attention_cpu(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor,
+    out: torch.Tensor, queries: int,
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
     lengths, tails, kept = (
@@ -19,12 +19,14 @@ def gathered_decode_attention_cpu(
     )
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
     for row, (length, tail, units) in enumerate(zip(lengths, tails, kept, strict=True)):
-        if units == 0 and tail == 0:
-            result = _attend_to_all(query[row], kv, row, length, softmax)
-        else:
-            positions, hidden = _positions(lists, row, kv.num_heads, length, tail, units)
-            result = _attend(query[row], kv, row, positions, hidden, softmax)
-        out[row] = result.flatten(0, 1)
+        for token in range(row * queries, (row + 1) * queries):
+            end = length + token % queries
+            if units == 0 and tail == 0:
+                result = _attend_to_all(query[token], kv, row, end, softmax)
+            else:
+                positions, hidden = _positions(lists, row, kv.num_heads, end, tail, units)
+                result = _attend(query[token], kv, row, positions, hidden, softmax)
+            out[token] = result.flatten(0, 1)
 
 
 def _attend_to_all(
