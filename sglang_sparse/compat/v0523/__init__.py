@@ -31,6 +31,7 @@ _SRT = "sglang.srt"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
+SPECULATIVE = ()
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
 HOOKS = (
@@ -88,3 +89,8 @@ def variant_being_captured() -> Variant:
     from sglang_sparse.compat.v0523 import graphs
 
     return graphs.variant_being_captured()
+
+
+def prepare_ngram_worker() -> None:
+    """Never called: speculation is refused."""
+    raise NotImplementedError("speculation is refused with this version of SGLang")
