@@ -25,6 +25,7 @@ from radix_harness import VOCAB, MemorySide, UpdatePlanes
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_sparse_kernels.common import FP8, computable
 from sglang_sparse_kernels.planes import by_page
 from sglang_sparse_radix import radix_cache
 from sglang_sparse_radix.branches import (
@@ -50,7 +51,7 @@ TENANTS = st.sampled_from((None, None, None, "tenant"))
 RARELY = st.sampled_from((False, False, False, True))
 CHUNKS = (5, 33, 64, 200, 400)
 Mutation = Callable[[MemorySide, UpdatePlanes], UpdatePlanes]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 class Schedules(RuleBasedStateMachine):
@@ -288,8 +289,9 @@ def keeps_what_the_last_owner_of_a_page_left(side, update):
         before = {name: plane.clone() for name, plane in planes.tensors().items()}
         update(*arguments)
         if planes.page_min is not None:
-            planes.page_min.copy_(torch.minimum(planes.page_min, before["page_min"]))
-            planes.page_max.copy_(torch.maximum(planes.page_max, before["page_max"]))
+            for name, pick in (("page_min", torch.minimum), ("page_max", torch.maximum)):
+                plane = planes.tensors()[name]
+                plane.copy_(pick(computable(plane), computable(before[name])))
         else:
             planes.key_sketch[:, :, :, 0] = before["key_sketch"][:, :, :, 0]
 
