@@ -29,6 +29,7 @@ class Facts:
         request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
+        kv_cache_dtype: of the rows of K and V, as ``--kv-cache-dtype`` names it.
         kv_bytes, state_bytes: device bytes of K and V; of lists, scores, plans and tables.
         decode_steps, prefill_batches: how many were planned, by variant.
         sglang, sglang_tested: the installed version and those that were tested.
@@ -53,6 +54,7 @@ class Facts:
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]
+    kv_cache_dtype: str
     kv_bytes: int
     state_bytes: int
     decode_steps: dict[Variant, int]

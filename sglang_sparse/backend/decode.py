@@ -21,7 +21,7 @@ from sglang_sparse_kernels.plan import (
     TokenTable,
     plan_decode,
 )
-from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.records import KVScales, Softmax
 from sglang_sparse_kernels.step import StepContext, decode_step
 
 if TYPE_CHECKING:
@@ -97,7 +97,13 @@ class DecodeSteps:
             self._counters.count(self.plan, self._requests.budgets)
 
     def run(
-        self, program: LayerProgram, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        program: LayerProgram,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Run one layer's stages for the batch that was planned last.
 
@@ -106,6 +112,7 @@ class DecodeSteps:
             q: [rows, q_heads, head_dim], after RoPE.
             scaling: factor on q.k.
             logit_cap: soft cap on logits, 0 for none.
+            kv_scales: of the layer's rows.
 
         Returns:
             [rows, q_heads, head_dim], dtype of ``q``; empty if the layer attends to everything.
@@ -116,7 +123,7 @@ class DecodeSteps:
         for rows, plan in passes(self.plan, build.limits.rows_a_pass):
             step = StepContext(
                 q=q[rows],
-                kv=program.kv(plan.page_table, build.pool.page_size),
+                kv=program.kv(plan.page_table, build.pool.page_size, kv_scales),
                 plan=plan,
                 lists=program.read(build.lists.rows_of(plan), build.unit),
                 softmax=softmax,

@@ -55,6 +55,10 @@ class SGLangVersion(Protocol):
         """A file of SGLang's package that came with what the version does differently."""
 
     @property
+    def READS_KV_SCALES(self) -> frozenset[str]:
+        """Dense backends whose passes all read fp8 rows by their layer's scales."""
+
+    @property
     def CPU_PLATFORM(self) -> str:
         """Dotted name of the platform class that serves where no accelerator is."""
 

@@ -10,6 +10,8 @@
 ``mem_cache/radix_cache.py: RadixCache.checkpoint``
     Where a request's prefix enters the tree; ``Req.kv.req_pool_idx`` is its row, and a row that
     was freed is the next to be handed out.
+``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.forward_extend``
+    A cached prefix is read by the layer's KV scales, as it is in decoding.
 ``mem_cache/memory_pool.py: MHATokenToKVPool._create_buffers``
     K and V of a layer are halves of one tensor.
 ``platforms/interface.py: PlatformCapabilities``
@@ -41,6 +43,7 @@ _BACKEND = f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
 MARKER = "srt/layers/attention/graph_variants.py"
+READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = f"{_OURS}.native_cpu.NativeCpuPlatform"
 
 HOOKS = (
