@@ -32,7 +32,7 @@ ATTENTION_RULES = (
     Rule(
         "kv_cache_dtype",
         ("auto", "bf16", "bfloat16", "fp8_e4m3", None),
-        "scores and planes are defined for keys in 16 bits and in fp8 e4m3",
+        "planes and kernels read 16-bit or fp8 e4m3 keys",
     ),
     Rule(
         "quantization_param_path",

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, make_pool, scheduler
+from radix_harness import DIM, HEADS, LAYERS, configurator_of, make_pool
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_sparse_kernels.common import FP8, take
 from sglang_sparse_kernels.planes import by_page
@@ -38,30 +36,6 @@ def fill(pool, page_table, lengths, seed=0):
             pool.set_kv_buffer(layer, slots, rows[0], rows[1])
     end = torch.tensor(lengths, dtype=torch.int32)
     pool.update_planes(page_table, torch.zeros_like(end), end, max_new_tokens=max(lengths))
-
-
-@pytest.fixture
-def configurator(model_config):
-    """A `KVCacheConfigurator` with the fields that its pool builders and the cell size read."""
-    kvc = KVCacheConfigurator.__new__(KVCacheConfigurator)
-    fields = scheduler.CONFIGURATOR | {
-        "kv_cache_dtype_str": "auto",
-        "kv_cache_dtype": torch.bfloat16,
-        "model_config": model_config,
-        "layer_info": SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
-        "device": "cpu",
-        "post_capture_kv_active": False,
-        "page_size": P,
-        "use_mla_backend": False,
-        "is_draft_worker": False,
-    }
-    with (
-        get_context().override_server_args(page_size=P, device="cpu") as server_args,
-        get_parallel().override(attn_tp_size=1),
-    ):
-        for name, value in (fields | {"server_args": server_args}).items():
-            object.__setattr__(kvc, name, value)
-        yield kvc
 
 
 @pytest.fixture
@@ -174,11 +148,12 @@ def test_a_reused_page_forgets_what_its_last_owner_left():
     assert pool.verify_planes(torch.tensor([3]), torch.tensor([5])) == []
 
 
-def test_class_builds_through_sglangs_cuda_path(configurator):
-    pool = configurator._build_mha_kv_pool(
-        max_total_num_tokens=4 * P,
-        mha_pool_class=bind_pool_class(ALL, "torch"),
-    )
+def test_class_builds_through_sglangs_cuda_path(model_config):
+    with configurator_of(model_config, P) as configurator:
+        pool = configurator._build_mha_kv_pool(
+            max_total_num_tokens=4 * P,
+            mha_pool_class=bind_pool_class(ALL, "torch"),
+        )
     assert isinstance(pool, SparseMHATokenToKVPool)
     assert (pool.num_pages, pool.plane_spec, pool.impl) == (5, ALL, "torch")
 
@@ -209,12 +184,12 @@ SOME = replace(ALL, read_by=lambda layer: layer > 0)
     "spec", [ALL, SOME, PlaneSpec((SketchPlane("fp8"),)), PlaneSpec((PageBounds(),))]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
-def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, dtype, configurator):
+def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, dtype, model_config):
     sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
     sizing.kv_cache_dtype_str = "auto"
-    object.__setattr__(configurator, "kv_cache_dtype", dtype)
-    cell = sizing._compute_cell_size(configurator, LAYERS)
-    cell += extra_cell_bytes(spec, configurator, LAYERS)
+    with configurator_of(model_config, P, dtype) as configurator:
+        cell = sizing._compute_cell_size(configurator, LAYERS)
+        cell += extra_cell_bytes(spec, configurator, LAYERS)
     # With the padding page whole runs.
     pool = make_pool(spec, page_size=P, num_pages=15, dtype=dtype)
     assert sum(pool.get_kv_size_bytes()) == cell * pool.num_pages * P
