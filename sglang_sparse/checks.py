@@ -29,7 +29,16 @@ _OFF = (None, False)
 ATTENTION_RULES = (
     Rule("prefill_attention_backend", (None, BACKEND), "planes are built in prefill"),
     Rule("decode_attention_backend", (None, BACKEND), "planes are built in prefill"),
-    Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "scores read unquantized keys"),
+    Rule(
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16", "fp8_e4m3", None),
+        "planes and kernels read 16-bit or fp8 e4m3 keys",
+    ),
+    Rule(
+        "quantization_param_path",
+        (None,),
+        "SGLang divides K and V by its scales and never multiplies by them",
+    ),
     Rule("enable_mixed_chunk", _OFF, "decode rows of a mixed batch would run dense"),
     Rule("enable_dp_attention", _OFF, "idle ranks are not planned yet"),
     Rule("pp_size", (1, None), "what later stages count is not gathered yet"),

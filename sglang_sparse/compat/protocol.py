@@ -59,6 +59,10 @@ class SGLangVersion(Protocol):
         """Names of the speculative algorithms that are supported."""
 
     @property
+    def READS_KV_SCALES(self) -> frozenset[str]:
+        """Dense backends whose passes all read fp8 rows by their layer's scales."""
+
+    @property
     def CPU_PLATFORM(self) -> str:
         """Dotted name of the platform class that serves where no accelerator is."""
 

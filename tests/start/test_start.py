@@ -239,7 +239,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--prefill-attention-backend", "torch_native"],
         ["--prefill-attention-backend", "torch_native"],
     ),
-    "quantized KV": ([*SPARSE, "--kv-cache-dtype", "fp8_e4m3"], ["--kv-cache-dtype", "fp8_e4m3"]),
+    "quantized KV": (
+        [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
+        ["--kv-cache-dtype", "fp8_e5m2", "fp8_e4m3"],
+    ),
     "MLA model": (["--model-path", "{TMP}/mla", *SPARSE], ["--model-path", "mla", "MLA"]),
     "sliding-window model": (
         ["--model-path", "{TMP}/mistral", *SPARSE],

@@ -6,6 +6,8 @@
 ``model_executor/runner/decode_cuda_graph_runner.py: DecodeCudaGraphRunner``
     ``_capture_one_stream`` captures every batch size twice, dense and sparse;
     ``_make_graph_key`` picks one at replay, after ``init_forward_metadata_out_graph``.
+``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.forward_extend``
+    A prompt with a cached prefix attends to it without the layer's KV scales.
 ``mem_cache/radix_cache.py: RadixCache.cache_unfinished_req``, ``cache_finished_req``
     Where a request's prefix enters the tree; ``Req.req_pool_idx`` is its row.
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
@@ -44,6 +46,7 @@ _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
 MARKER = "srt/server_args.py"
 SPECULATIVE = ("NGRAM",)
+READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
 HOOKS = (
