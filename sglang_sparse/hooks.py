@@ -38,5 +38,6 @@ def _register_parts() -> None:
     from sglang_sparse_radix import radix_cache
 
     register_attention_backend(BACKEND)(create_backend)
-    radix_cache.register(compat.current().tree_class(), sparse_from)
+    version = compat.current()
+    radix_cache.register(version.tree_class(), version.hierarchical_tree_class, sparse_from)
     Engine.server_args_class = staticmethod(engine_server_args)

@@ -32,6 +32,10 @@ reachable whose planes were not computed:
   finish, abort, retraction: free what the tree did not take. Retraction (`is_insert=False`) leaves
       the shared prefix to the tree; the rest is recomputed in pages allocated anew.
   reset (`/flush_cache`): drops the tree and clears the allocator. No page is reachable.
+  write to the host, eviction to it: K and V are copied, a page of the device is freed. A node that
+      is on the host alone has no page.
+  load from the host: its pages are allocated, written by the load, and their planes computed in the
+      prefill that the load was started for (`host_loads`), before anybody decodes on them.
 
 So planes are never copied, moved or invalidated here. What the tree adds are counts of the prefix
 tokens whose planes a request reused, and invariant 2.
@@ -39,7 +43,8 @@ tokens whose planes a request reused, and invariant 2.
 Invariant 2: a request's prefix holds only KV that it could have computed itself: KV that saw dense
 attention alone, or sparse attention of the request's own way. `branches` says how: KV that saw
 sparse attention lies on branches of the tree that a dense request does not look at. Nothing else
-changes. A node on a branch is an ordinary node, so locks, eviction and sizes are SGLang's own.
+changes. A node on a branch is an ordinary node, so locks, eviction and sizes are SGLang's own. A
+node keeps its key while its KV is on the host, and with it its branch.
 """
 
 from __future__ import annotations
@@ -88,6 +93,7 @@ if TYPE_CHECKING:
 BACKEND_NAME = "sparse"
 MakeKey = Callable[["array[int]", ExtraKey], RadixKey]
 SparseFromRequest = Callable[[Any, Any], SparseFrom]
+HierarchicalClass = Callable[[], "type[SparseRadixCache] | None"]
 
 
 @dataclass(slots=True)
@@ -103,12 +109,14 @@ class PlaneReuse:
         prefills_with_reuse: those whose prefix was at least partly in the tree.
         tokens: prefix tokens whose K, V and planes were taken from the tree.
         pages: the same in physical pages.
+        recomputed_pages: pages that came back from the host, whose planes were computed anew.
     """
 
     prefills: int = 0
     prefills_with_reuse: int = 0
     tokens: int = 0
     pages: int = 0
+    recomputed_pages: int = 0
 
 
 class SparseRadixCache(RadixCache):
@@ -122,14 +130,16 @@ class SparseRadixCache(RadixCache):
 
     plane_reuse: PlaneReuse
 
-    def __init__(self, params: CacheInitParams, sparse_from: Callable[[Req], SparseFrom]) -> None:
-        """Takes what `RadixCache` takes, and from where each request attends sparsely."""
+    def __init__(
+        self, params: CacheInitParams, sparse_from: Callable[[Req], SparseFrom], **build: Any
+    ) -> None:
+        """Takes what SGLang's tree takes, and from where each request attends sparsely."""
         self.plane_reuse = PlaneReuse()
         self._sparse_from = sparse_from
         # The path of the request whose KV is being cached.
         self._path: list[Section] | None = None
         self._counted_generation: dict[int, int] = {}
-        super().__init__(params)
+        super().__init__(params, **build)
 
     def check_planes(self) -> dict[str, int]:
         """Compare the planes of every page in the tree with recomputation, for tests.
@@ -138,16 +148,21 @@ class SparseRadixCache(RadixCache):
             `pages` compared, and `wrong`: the (layer, page, plane) that differ. It copies to the
             host and takes seconds: never call it while requests matter.
         """
-        slots, stack = [], list(self.root_node.children.values())
+        slots = self._slots_on_device()
+        pages = slots[:: self.page_size] // self.page_size
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        return {"pages": len(pages), "wrong": len(pool.verify_planes(pages))}
+
+    def _slots_on_device(self) -> torch.Tensor:
+        """KV slots of all nodes, int64 `[n * P]`, in whole pages; not of those on the host."""
+        slots = [self._empty_match_result.device_indices]
+        stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
-            slots.append(node.value[:: self.page_size])
+            if not node.evicted:
+                slots.append(node.value)
             stack.extend(node.children.values())
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        if not slots:
-            return {"pages": 0, "wrong": 0}
-        pages = (torch.cat(slots) // self.page_size).long()
-        return {"pages": len(pages), "wrong": len(pool.verify_planes(pages))}
+        return torch.cat(slots)
 
     def reset(self) -> None:
         """Drop the tree; the caller clears the allocator (`/flush_cache`)."""
@@ -245,7 +260,8 @@ class SparseRadixCache(RadixCache):
                 if len(node.key) > end:
                     node = self._split_node(node.key, node, end)
                 end -= len(node.key)
-                values.append(node.value)
+                if not node.evicted:  # else it is on the host
+                    values.append(node.value)
         return self._matched(values, node)
 
     def _longest(
@@ -317,6 +333,7 @@ def create_sparse_radix_cache(
     ctx: TreeCacheBuildContext,
     *,
     cache_class: type[SparseRadixCache],
+    hierarchical_class: HierarchicalClass,
     sparse_from: SparseFromRequest,
 ) -> BasePrefixCache:
     """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
@@ -324,11 +341,12 @@ def create_sparse_radix_cache(
     Args:
         ctx: SGLang's.
         cache_class: the subclass of `SparseRadixCache` for the SGLang that is installed.
+        hierarchical_class: gives the same over its hierarchical cache; asked only where that is on.
         sparse_from: from where a request of a server attends sparsely.
 
     Returns:
-        A `cache_class`; with `--disable-radix-cache` what SGLang itself would build, since planes
-        need no tree.
+        The tree; with `--disable-radix-cache` what SGLang itself would build, since planes need
+        none.
 
     Raises:
         ValueError: one line naming the setting, its value, what is allowed and what to do.
@@ -338,20 +356,40 @@ def create_sparse_radix_cache(
         raise ValueError(problem)
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
-    return cache_class(ctx.params, partial(sparse_from, ctx.server_args))
+    of_request = partial(sparse_from, ctx.server_args)
+    if not ctx.enable_hierarchical_cache:
+        return cache_class(ctx.params, of_request)
+    host_tier = hierarchical_class()
+    if host_tier is None:
+        raise ValueError(
+            "--enable-hierarchical-cache is on: it is not tested on this sglang; allowed: unset; "
+            "start without --enable-hierarchical-cache"
+        )
+    tree: Any = host_tier(ctx.params, of_request, server_args=ctx.server_args)
+    ctx.tp_worker.register_hicache_layer_transfer_counter(tree.cache_controller.layer_done_counter)
+    return tree
 
 
-def register(cache_class: type[SparseRadixCache], sparse_from: SparseFromRequest) -> None:
+def register(
+    cache_class: type[SparseRadixCache],
+    hierarchical_class: HierarchicalClass,
+    sparse_from: SparseFromRequest,
+) -> None:
     """Register the factory as `"sparse"`; calling it again is harmless.
 
     Args:
-        cache_class: as in `create_sparse_radix_cache`.
+        cache_class, hierarchical_class: as in `create_sparse_radix_cache`.
         sparse_from: from where a request attends sparsely, by `ServerArgs` and `Req`.
 
     Raises:
         ValueError: the name is taken by someone else.
     """
-    factory = partial(create_sparse_radix_cache, cache_class=cache_class, sparse_from=sparse_from)
+    factory = partial(
+        create_sparse_radix_cache,
+        cache_class=cache_class,
+        hierarchical_class=hierarchical_class,
+        sparse_from=sparse_from,
+    )
     known = get_radix_cache_factory(BACKEND_NAME)
     if getattr(known, "keywords", None) != factory.keywords:
         register_radix_cache_backend(BACKEND_NAME, factory)
@@ -369,11 +407,6 @@ def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:
                 f"--model-path is a {kind} model; the sparse KV planes allow full-attention MHA "
                 "and GQA models; serve it without --attention-backend sparse"
             )
-    if ctx.enable_hierarchical_cache:
-        return (
-            "--enable-hierarchical-cache is on: host-cached KV pages have no planes yet; "
-            "allowed: unset; start without --enable-hierarchical-cache"
-        )
     if ctx.params.is_eagle:
         return (
             "--speculative-algorithm asks for bigram tree keys; allowed: unset; "

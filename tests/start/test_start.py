@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,29 @@ from machine import HAS_GPU
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
+HOST_TIER = [*SPARSE, "--enable-hierarchical-cache"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
+
+Case = tuple[list[str], list[str]]
+HOST_TIER_CASES: dict[str, Case] = (
+    {
+        "a storage backend behind the host's memory": (
+            [*HOST_TIER, "--hicache-storage-backend", "file"],
+            ["--hicache-storage-backend file", "unset"],
+        ),
+        "another way to copy KV to the host": (
+            [*HOST_TIER, "--hicache-io-backend", "kernel_ascend"],
+            ["--hicache-io-backend kernel_ascend", "kernel or direct"],
+        ),
+        "another layout of KV on the host": (
+            [*HOST_TIER, "--hicache-mem-layout", "page_head"],
+            ["--hicache-mem-layout page_head", "page_first"],
+        ),
+    }
+    if version("sglang") == "0.5.17"
+    else {"KV in host memory": (HOST_TIER, ["--enable-hierarchical-cache True", "sglang 0.5.17"])}
+)
 
 # Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
 # What must happen before plugins are loaded happens in a copy of it.
@@ -202,10 +224,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--disaggregation-mode", "prefill"],
         ["--disaggregation-mode", "prefill", "null"],
     ),
-    "hierarchical cache": (
-        [*SPARSE, "--enable-hierarchical-cache"],
-        ["--enable-hierarchical-cache", "unset"],
-    ),
+    **HOST_TIER_CASES,
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),

@@ -138,7 +138,9 @@ class MemorySide:
         seed: int = 0,
         disable_radix_cache: bool = False,
         impl: Impl = "torch",
+        build: dict[str, object] | None = None,
     ) -> None:
+        """`build` replaces what the tree is built of."""
         self.page_size = page_size
         self.model_config = model_config
         self.random = torch.Generator().manual_seed(seed)
@@ -156,6 +158,7 @@ class MemorySide:
             page_size=page_size,
             requests=self.requests,
             disable_radix_cache=disable_radix_cache,
+            **(build or {}),
         )
         self.tree = create_tree_cache(context)
         self.allocator = context.params.token_to_kv_pool_allocator
@@ -198,6 +201,7 @@ class MemorySide:
         held = [row[:end].tolist() for row, end in zip(rows, ends.tolist(), strict=True)]
 
         def run() -> None:
+            self.enter_forward(batch, any(starts))
             for row, first, asked in zip(held, starts, sparse, strict=True):
                 self._note(row, first, asked, prefill=prefill)
             for layer in self.layers:
@@ -205,8 +209,25 @@ class MemorySide:
                     layer, KVWriteLoc(slots), self._random_rows(slots), self._random_rows(slots)
                 )
             self.update_planes(page_table, start, ends, int((ends - start).max()))
+            if prefill:
+                self.pool.loads.update_planes()
 
         return run
+
+    # What a host tier does beside; see `host_tier_harness`.
+
+    def take_acknowledged(self) -> None:
+        """Take note of copies that have ended."""
+
+    def load_back(self, req: Req, batch_reqs: list[Req], budget: int) -> bool:
+        """Ask for the part of a request's prefix that is on the host; False if it has to wait."""
+        return True
+
+    def start_loading(self, batch: ScheduleBatch) -> None:
+        """Start the loads that were asked for, for a prefill batch."""
+
+    def enter_forward(self, batch: ScheduleBatch, has_prefix: bool) -> None:
+        """Let a forward pass wait for its loads."""
 
     def _note(self, row: list[int], first: int, sparse: SparseFrom, *, prefill: bool) -> None:
         seen: frozenset[object] = DENSE_KV
@@ -249,6 +270,7 @@ class MemorySide:
         """One extend batch of at most `chunk_tokens`; a prompt that does not fit is chunked."""
         batch_reqs: list[Req] = []
         budget = chunk_tokens
+        self.take_acknowledged()
         if self.chunked is not None:
             self.chunked.init_next_round_input()
             budget -= self._set_extend(self.chunked, budget)
@@ -258,7 +280,8 @@ class MemorySide:
         while self.waiting and budget > 0 and self.requests.available_size() > len(batch_reqs):
             req = self.waiting[0]
             req.init_next_round_input(self.tree)
-            self.check_prefix(req)
+            if not self.load_back(req, batch_reqs, budget):
+                break
             scheduler.lock(req, self.tree)
             tokens = self._set_extend(req, budget)
             if not self._fits([*batch_reqs, req]):
@@ -281,6 +304,10 @@ class MemorySide:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             chunked_req=partial[0] if partial else None,
         )
+        self.start_loading(batch)
+        for req in batch_reqs:
+            if req is not self.chunked:
+                self.check_prefix(req)
         batch.prepare_for_extend()
         for req in partial:
             req.inflight_middle_chunks += 1
@@ -366,6 +393,7 @@ class MemorySide:
             req = self.running.reqs[0]
             self.release(req)
             self._leave_running(req)
+        self.take_acknowledged()
         self.tree.reset()
         self.requests.clear()
         self.allocator.clear()
@@ -410,7 +438,7 @@ class MemorySide:
         """Physical page -> rows of it that a request or the tree may read."""
         found: dict[int, int] = {}
         for node in tree_nodes(self.tree):
-            for page in self._page_ids(node.value):
+            for page in () if node.evicted else self._page_ids(node.value):
                 found[page] = self.page_size
         for req in self.live_requests():
             committed = scheduler.committed(req)
@@ -438,12 +466,20 @@ class MemorySide:
 
     def _check_branches(self) -> None:
         for node in tree_nodes(self.tree):
-            saw = [self.saw[slot] for slot in node.value.tolist()]
+            saw = self.seen_by(node)
             if not isinstance(node.key.extra_key, Branch):
                 assert not any(saw), "KV that saw sparse attention is in reach of dense requests"
             elif node.parent.key.extra_key != node.key.extra_key:
                 self.seen["branch"] += 1
                 assert any(saw[: self.page_size]), "dense KV is out of reach of dense requests"
+
+    def seen_by(self, node: object) -> list[frozenset[object]]:
+        """What each token of a node saw."""
+        return [self.saw[slot] for slot in node.value.tolist()]
+
+    def loaded(self, pages: torch.Tensor) -> torch.Tensor:
+        """bool `[n]`, which of `pages` hold what their owner takes them to hold."""
+        return torch.ones(len(pages), dtype=torch.bool)
 
     def _page_ids(self, slots: torch.Tensor) -> list[int]:
         pages = slots[:: self.page_size] // self.page_size
@@ -458,7 +494,8 @@ class MemorySide:
         assert 0 not in reachable, "the padding page was handed out"
         pages = torch.tensor(list(reachable), dtype=torch.int64)
         rows = torch.tensor(list(reachable.values()), dtype=torch.int64)
-        wrong = self.pool.verify_planes(pages, rows)
+        there = self.loaded(pages)
+        wrong = self.pool.verify_planes(pages[there], rows[there])
         assert not wrong, f"planes differ from recomputation: {wrong[:4]}"
         for name, plane in self.pool.planes.tensors().items():
             assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
