@@ -2,8 +2,6 @@
 """SGLang's radix tree, kept in step with the KV planes.
 
 Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23):
-  `registry.py`: `register_radix_cache_backend`, `create_tree_cache` (calls the factory, also when
-      the radix cache is disabled), `default_radix_cache_factory`
   `radix_cache.py`: `RadixCache.reset`, `match_prefix`, `insert`, `_insert_helper`,
       `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which takes
       any hashable extra key
@@ -54,7 +52,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,11 +62,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.mem_cache.registry import (
-    default_radix_cache_factory,
-    get_radix_cache_factory,
-    register_radix_cache_backend,
-)
 
 from sglang_sparse_radix.branches import (
     DENSE,
@@ -79,21 +71,14 @@ from sglang_sparse_radix.branches import (
     allowed,
     sections,
 )
-from sglang_sparse_radix.pool import SparseMHATokenToKVPool
-from sglang_sparse_radix.refusals import find_unsupported
 
 if TYPE_CHECKING:
     from array import array
 
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-BACKEND_NAME = "sparse"
 MakeKey = Callable[["array[int]", ExtraKey], RadixKey]
-SparseFromRequest = Callable[[Any, Any], SparseFrom]
-HierarchicalClass = Callable[[], "type[SparseRadixCache] | None"]
 
 
 @dataclass(slots=True)
@@ -234,8 +219,8 @@ class SparseRadixCache(RadixCache):
         prefix, node = 0, self.root_node
         for start, _, key in self._cut(params.key):
             # What is behind newly inserted tokens is new, so what was there is one prefix.
-            there, node = self._insert_section(node, key, start, params)
-            prefix += there
+            present, node = self._insert_section(node, key, start, params)
+            prefix += present
         return InsertResult(prefix_len=prefix, last_device_node=node)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -302,8 +287,8 @@ class SparseRadixCache(RadixCache):
             child: Any = node.children.get(page.child_key(self.page_size))
             if child is None:
                 break
-            rest = make(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
-            matched = child.key.match(rest, page_size=self.page_size)
+            remainder = make(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
+            matched = child.key.match(remainder, page_size=self.page_size)
             path.append(child)
             start += matched
             if matched < len(child.key):
@@ -327,104 +312,3 @@ class SparseRadixCache(RadixCache):
         self.plane_reuse.prefills_with_reuse += reused > 0
         self.plane_reuse.tokens += reused
         self.plane_reuse.pages += reused // self.page_size
-
-
-def create_sparse_radix_cache(
-    ctx: TreeCacheBuildContext,
-    *,
-    cache_class: type[SparseRadixCache],
-    hierarchical_class: HierarchicalClass,
-    sparse_from: SparseFromRequest,
-) -> BasePrefixCache:
-    """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
-
-    Args:
-        ctx: SGLang's.
-        cache_class: the subclass of `SparseRadixCache` for the SGLang that is installed.
-        hierarchical_class: gives the same over its hierarchical cache; asked only where that is on.
-        sparse_from: from where a request of a server attends sparsely.
-
-    Returns:
-        The tree; with `--disable-radix-cache` what SGLang itself would build, since planes need
-        none.
-
-    Raises:
-        ValueError: one line naming the setting, its value, what is allowed and what to do.
-    """
-    problem = find_unsupported(cache_class.flags(ctx.server_args)) or _unsupported_build(ctx)
-    if problem is not None:
-        raise ValueError(problem)
-    if ctx.disable_radix_cache:
-        return default_radix_cache_factory(ctx)
-    of_request = partial(sparse_from, ctx.server_args)
-    if not ctx.enable_hierarchical_cache:
-        return cache_class(ctx.params, of_request)
-    host_tier = hierarchical_class()
-    if host_tier is None:
-        raise ValueError(
-            "--enable-hierarchical-cache is on: it is not tested on this sglang; allowed: unset; "
-            "start without --enable-hierarchical-cache"
-        )
-    tree: Any = host_tier(ctx.params, of_request, server_args=ctx.server_args)
-    ctx.tp_worker.register_hicache_layer_transfer_counter(tree.cache_controller.layer_done_counter)
-    return tree
-
-
-def register(
-    cache_class: type[SparseRadixCache],
-    hierarchical_class: HierarchicalClass,
-    sparse_from: SparseFromRequest,
-) -> None:
-    """Register the factory as `"sparse"`; calling it again is harmless.
-
-    Args:
-        cache_class, hierarchical_class: as in `create_sparse_radix_cache`.
-        sparse_from: from where a request attends sparsely, by `ServerArgs` and `Req`.
-
-    Raises:
-        ValueError: the name is taken by someone else.
-    """
-    factory = partial(
-        create_sparse_radix_cache,
-        cache_class=cache_class,
-        hierarchical_class=hierarchical_class,
-        sparse_from=sparse_from,
-    )
-    known = get_radix_cache_factory(BACKEND_NAME)
-    if getattr(known, "keywords", None) != factory.keywords:
-        register_radix_cache_backend(BACKEND_NAME, factory)
-
-
-def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:
-    kinds = {
-        "hybrid sliding-window": ctx.is_hybrid_swa,
-        "hybrid state-space": ctx.is_hybrid_ssm,
-        "DeepSeek sparse attention": ctx.is_dsa,
-    }
-    for kind, found in kinds.items():
-        if found:
-            return (
-                f"--model-path is a {kind} model; the sparse KV planes allow full-attention MHA "
-                "and GQA models; serve it without --attention-backend sparse"
-            )
-    if ctx.params.is_eagle:
-        return (
-            "--speculative-algorithm asks for bigram tree keys; allowed: unset; "
-            "start without --speculative-algorithm"
-        )
-    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    if not isinstance(pool, SparseMHATokenToKVPool):
-        return (
-            f"--radix-cache-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}; allowed: "
-            f"{SparseMHATokenToKVPool.__name__}; start with --attention-backend sparse"
-        )
-    if ctx.params.page_size != pool.page_size:
-        return (
-            f"--page-size is {pool.page_size} in the KV pool but {ctx.params.page_size} in the "
-            "radix cache; they must be equal; start without context parallelism"
-        )
-    try:
-        pool.plane_spec.validate_page_size(ctx.params.page_size)
-    except ValueError as error:
-        return str(error)
-    return None

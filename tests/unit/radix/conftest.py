@@ -13,7 +13,7 @@ import torch
 
 # Elsewhere the hierarchical cache is refused.
 collect_ignore = [] if version("sglang") == "0.5.17" else ["test_host_tier.py"]
-sys.path.insert(0, str(Path(__file__).parent))  # for radix_harness
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +24,11 @@ def published_server_args() -> Iterator[object]:
     with get_context().override_server_args(
         device="cpu", attention_backend="torch_native", radix_cache_backend="sparse"
     ) as server_args:
-        from radix_harness import asked_for
+        from radix_parts import asked_for
         from sglang.srt.mem_cache import registry
 
         from sglang_sparse import compat
-        from sglang_sparse_radix.radix_cache import BACKEND_NAME, register
+        from sglang_sparse_radix.tree_factory import BACKEND_NAME, register
 
         # The plugin registers a rule of its own where another test of this process loads it.
         trees = registry._RADIX_CACHE_REGISTRY
@@ -53,6 +53,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> object:
     """A real `ModelConfig` of a tiny Llama shape."""
-    from radix_harness import tiny_model_config
+    from radix_parts import tiny_model_config
 
     return tiny_model_config(tmp_path_factory.mktemp("tiny-llama"))

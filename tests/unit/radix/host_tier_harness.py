@@ -14,7 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from radix_harness import LAYERS, MemorySide, scheduler, tree_nodes
+from invariants import tree_nodes
+from radix_harness import MemorySide
+from radix_parts import LAYERS, scheduler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams

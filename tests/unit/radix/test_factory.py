@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
+from radix_parts import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -20,12 +20,9 @@ from sglang_sparse.checks import ATTENTION_RULES
 from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.planes import PageBounds
 from sglang_sparse_radix.planes_spec import PlaneSpec
-from sglang_sparse_radix.radix_cache import (
-    SparseRadixCache,
-    create_sparse_radix_cache,
-    register,
-)
+from sglang_sparse_radix.radix_cache import SparseRadixCache
 from sglang_sparse_radix.refusals import RULES, find_unsupported
+from sglang_sparse_radix.tree_factory import create_sparse_radix_cache, register
 
 P = 16
 

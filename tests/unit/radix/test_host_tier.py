@@ -10,9 +10,10 @@ import pytest
 import torch
 from host_tier_harness import HostTierSide
 from hypothesis.stateful import initialize, precondition, rule
-from radix_harness import DIM, HEADS, LAYERS, VOCAB, MemorySide
+from radix_harness import MemorySide
+from radix_parts import DIM, HEADS, LAYERS, VOCAB
+from schedule_machine import DTYPES, SPECS, Schedules, run_schedules
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from test_schedules import DTYPES, SPECS, Schedules, run_schedules
 
 from sglang_sparse_radix import radix_cache
 from sglang_sparse_radix.branches import NEVER, Section
