@@ -69,11 +69,13 @@ def test_a_budget_that_ends_by_one_query_is_refused() -> None:
     assert "NGRAM with budget.kind=mass" in line
 
 
+@only_where_supported
 def test_an_untested_version_speculates_in_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "is_tested", lambda: False)
     assert "allowed: unset" in refused(flags(**NGRAM))
 
 
+@only_where_supported
 def test_draft_tokens_and_their_query_heads_have_a_bound() -> None:
     heads = Heads(query=32, kv=8, dim=128)
     assert most_queries(flags(), heads) == 1
