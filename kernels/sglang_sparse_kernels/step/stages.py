@@ -165,7 +165,7 @@ class BoundResidual:
         page_bounds(step.q, self.pages, step.plan, out=bounds, impl=step.impl)
         residual_bounds(
             bounds, self.scores.rows(rows), step.plan, replace(step.lists, counts=self.ranked),
-            always=stop.always, microbatch=stop.microbatch, softmax=step.softmax,
+            always=stop.always, microbatch=stop.microbatch, softmax=step.kv.logits(step.softmax),
             margin=self.margin, out=stop.residual[:rows], impl=step.impl,
         )  # fmt: skip
 
