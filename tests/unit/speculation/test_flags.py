@@ -55,6 +55,8 @@ def test_chains_of_ngrams_are_served(name: str) -> None:
     ("changes", "words"),
     [
         ({"speculative_algorithm": "EAGLE"}, ("--speculative-algorithm EAGLE", "NGRAM or unset")),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm", "auto or")),
+        ({"enable_hierarchical_cache": True}, ("--enable-hierarchical-cache with", "unset with")),
         ({"speculative_ngram_max_bfs_breadth": 8}, ("max-bfs-breadth 8", "do not follow")),
     ],
 )
