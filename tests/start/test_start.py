@@ -11,6 +11,8 @@ import pytest
 from live_server import MODEL, base_args
 from start_driver import outcomes_of
 
+from sglang_sparse import compat
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
@@ -159,21 +161,9 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--page-size", "128"],
         ["--page-size", "128", "64"],
     ),
-    "draft tokens from a tree of n-grams": (
-        [*SPARSE, "--speculative-algorithm", "NGRAM"],
-        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
-    ),
     "draft tokens from a tree of a draft model": (
         [*SPARSE, *CHAINS, "--speculative-eagle-topk", "4"],
         ["--speculative-eagle-topk", "4", "planes do not follow"],
-    ),
-    "another kind of speculation": (
-        [*SPARSE, "--speculative-algorithm", "DFLASH"],
-        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
-    ),
-    "draft tokens under a budget that ends by one query": (
-        [*PSA, *CHAINS],
-        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
     ),
     "disaggregation": (
         [*SPARSE, "--disaggregation-mode", "prefill"],
@@ -183,6 +173,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
+    "ranks on several hosts": (
+        [*SPARSE, "--nnodes", "2", "--dist-init-addr", "127.0.0.1:9"],
+        ["--nnodes", "2", "1"],
+    ),
     "several tokenizers": (
         [*SPARSE, "--tokenizer-worker-num", "2"],
         ["--tokenizer-worker-num", "2", "1"],
@@ -268,6 +262,25 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["--model-path", "mistral", "sliding-window"],
     ),
 }
+
+SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
+    "draft tokens from a tree of n-grams": (
+        [*SPARSE, "--speculative-algorithm", "NGRAM"],
+        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
+    ),
+    "another kind of speculation": (
+        [*SPARSE, "--speculative-algorithm", "DFLASH"],
+        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
+    ),
+    "draft tokens under a budget that ends by one query": (
+        [*PSA, *CHAINS],
+        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
+    ),
+}
+if not compat.current().SPECULATIVE:
+    all_refused = ["--speculative-algorithm", "allowed: unset"]
+    SPECULATIVE = {name: (args, all_refused) for name, (args, _) in SPECULATIVE.items()}
+REFUSALS |= SPECULATIVE
 
 
 @pytest.fixture(scope="module")
