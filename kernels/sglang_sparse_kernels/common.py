@@ -5,7 +5,12 @@ from typing import Literal, get_args
 
 import torch
 
-Impl = Literal["triton", "torch"]
+Impl = Literal["triton", "cpu", "torch"]
+"""Kernels of a GPU; what is fast on a CPU; the references.
+
+An operator whose reference is fast enough on a CPU has one implementation for both of the latter.
+"""
+
 Reduce = Literal["max", "sum"]
 
 PAGE_SIZES = (16, 32, 64)
@@ -64,6 +69,13 @@ def take(stored: torch.Tensor, at: Index) -> torch.Tensor:
     """``stored[at]``, of any dtype."""
     # Indexing fp8 is not implemented on every device; its bytes can be indexed on all.
     return stored.view(torch.uint8)[at].view(FP8) if stored.dtype == FP8 else stored[at]
+
+
+def take_rows(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``stored[rows]`` of int32 or int64 ``rows`` [n], of any dtype; the faster on a CPU."""
+    if stored.dtype != FP8:
+        return stored.index_select(0, rows)
+    return stored.view(torch.uint8).index_select(0, rows).view(FP8)
 
 
 def computable(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,6 +71,7 @@ def gather_facts(
         kv_cache_dtype=_name(pool.dtype),
         kv_bytes=sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         state_bytes=build.nbytes() + decode.nbytes(),
+        step_tokens=build.limits.queries,
         decode_steps={**decode.planned},
         prefill_batches={**extend.planned},
         sglang=compat.sglang_version(),

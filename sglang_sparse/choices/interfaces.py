@@ -141,9 +141,11 @@ class BudgetChoice(Choice, ABC):
     Attributes:
         key: the key that a request's budget replaces.
         list_key: the key that says how many tokens a list holds at least.
+        verifies: draft tokens may share a list that it fills.
     """
 
     kind: str
+    verifies: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
 

@@ -59,6 +59,10 @@ class SGLangVersion(Protocol):
         """Dense backends whose passes all read fp8 rows by their layer's scales."""
 
     @property
+    def SPECULATIVE(self) -> tuple[str, ...]:
+        """Names of the speculative algorithms that are supported."""
+
+    @property
     def CPU_PLATFORM(self) -> str:
         """Dotted name of the platform class that serves where no accelerator is."""
 
@@ -76,3 +80,6 @@ class SGLangVersion(Protocol):
 
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
+
+    def prepare_ngram_worker(self) -> None:
+        """Make SGLang's n-gram worker importable; only where NGRAM is supported."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from radix_harness import configurator_of, tiny_model_config
+from radix_parts import configurator_of, tiny_model_config
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
 from sglang_sparse.config import resolve_with_source
