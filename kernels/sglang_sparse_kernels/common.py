@@ -71,13 +71,6 @@ def take(stored: torch.Tensor, at: Index) -> torch.Tensor:
     return stored.view(torch.uint8)[at].view(FP8) if stored.dtype == FP8 else stored[at]
 
 
-def take_rows(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``stored[rows]`` of int32 or int64 ``rows`` [n], of any dtype; the faster on a CPU."""
-    if stored.dtype != FP8:
-        return stored.index_select(0, rows)
-    return stored.view(torch.uint8).index_select(0, rows).view(FP8)
-
-
 def computable(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, in float32 if it is fp8, which has no arithmetic."""
     return tensor.float() if tensor.dtype == FP8 else tensor

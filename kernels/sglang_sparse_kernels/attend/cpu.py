@@ -3,8 +3,8 @@
 
 import torch
 
-from ..common import accumulate_dtype, take_rows
-from ..paged import products, weighted_sum
+from ..common import accumulate_dtype
+from ..paged import products, select_rows, weighted_sum
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 
@@ -17,8 +17,8 @@ def gathered_decode_attention_cpu(
     lengths, tails, kept = (
         column.tolist() for column in (plan.seq_lens, plan.tail_start, plan.k_units)
     )
-    softmax = kv.logits(softmax)
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
+    softmax = kv.logits(softmax)
     for row, (length, tail, units) in enumerate(zip(lengths, tails, kept, strict=True)):
         for token in range(row * queries, (row + 1) * queries):
             end = length + token % queries
@@ -27,7 +27,7 @@ def gathered_decode_attention_cpu(
             else:
                 positions, hidden = _positions(lists, row, kv.num_heads, end, tail, units)
                 result = _attend(query[token], kv, row, positions, hidden, softmax)
-            out[token] = result.flatten(0, 1) * kv.scales.v
+            out[token] = result.flatten(0, 1).mul_(kv.scales.v)
 
 
 def _attend_to_all(
@@ -80,7 +80,7 @@ def _attend(
     # The heads of a slot are rows of their own.
     at = (kv.slots(row, positions) * heads + torch.arange(heads)[:, None]).flatten()
     keys, values = (
-        take_rows(cache.view(-1, dim), at).view(heads, -1, dim).to(query.dtype)
+        select_rows(cache.view(-1, dim), at).view(heads, -1, dim).to(query.dtype)
         for cache in (kv.k, kv.v)
     )
     logits = softmax.logits(torch.bmm(query, keys.transpose(1, 2)))

@@ -33,8 +33,8 @@ _SRT = "sglang.srt"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
-READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 SPECULATIVE = ()
+READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
 HOOKS = (
@@ -85,6 +85,10 @@ def tree_class() -> type[SparseRadixCache]:
     from sglang_sparse.compat.v0523.tree import BranchingRadixCache
 
     return BranchingRadixCache
+
+
+def hierarchical_tree_class() -> None:
+    """None: the hierarchical cache is not tested on this version."""
 
 
 def variant_being_captured() -> Variant:

@@ -79,11 +79,10 @@ def keeps_what_the_last_owner_of_a_page_left(side, update):
         before = {name: plane.clone() for name, plane in planes.tensors().items()}
         update(*arguments)
         for name, plane in planes.tensors().items():
-            old, new = computable(before[name]), computable(plane)
             if name in ("page_min", "page_mean_low"):
-                plane.copy_(torch.minimum(new, old))
+                plane.copy_(torch.minimum(computable(plane), computable(before[name])))
             elif name in ("page_max", "page_mean_high"):
-                plane.copy_(torch.maximum(new, old))
+                plane.copy_(torch.maximum(computable(plane), computable(before[name])))
             elif name == "key_sketch":
                 plane[:, :, :, 0] = before[name][:, :, :, 0]
 
