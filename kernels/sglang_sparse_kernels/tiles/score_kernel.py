@@ -65,7 +65,7 @@ def _load_keys(
     PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """[BN, D] keys at positions ``o_n``; ``WHOLE`` says that all are there."""
+    """[BN, D] keys at positions ``o_n``; with ``WHOLE`` all positions exist and no mask is used."""
     o_d = tl.arange(0, D)
     if WHOLE:
         o_k = (slots_of(p_table, o_n, None, PAGE).to(tl.int64) * H + i_h) * D
