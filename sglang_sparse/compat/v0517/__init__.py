@@ -11,8 +11,8 @@
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
     Pool and allocator on the CPU: its own allocator launches Triton kernels.
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
-    PyTorch index writes on the CPU: it avoids Triton by the backend's name, and "sparse" is not a
-    name that it knows.
+    PyTorch index writes on the CPU. SGLang avoids Triton there by the backend's name, and does not
+    know the name "sparse".
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
 """
