@@ -42,8 +42,8 @@ OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingRespons
     and ``openai/protocol.py: ResponsesRequest.to_sampling_params`` return.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``
     The options of a request.
-``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``
-    Forced decoding for perplexities reads the chunk of a prefill, and derives from the processor.
+``sampling/custom_logit_processor.py: CustomLogitProcessor``
+    Forced decoding for perplexities derives from it; ``__req__`` is its request.
 ``model_executor/forward_batch_info.py: ForwardBatch.init_new``
     The last place that sees a batch's requests, on the forward stream.
 ``managers/scheduler_components/metrics_reporter.py: SchedulerMetricsReporter``

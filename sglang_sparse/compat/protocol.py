@@ -61,6 +61,9 @@ class SGLangVersion(Protocol):
     def request_row(self, req: Any) -> int:
         """Row of a scheduled request in SGLang's request table."""
 
+    def prefilled(self, req: Any) -> int:
+        """Tokens up to which a request's last prefill chunk went."""
+
     def resolved(self, server_args: Any) -> Any:
         """Flags as SGLang resolves them, readable by name; resolves them if nobody did yet."""
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
+from sglang_sparse import compat
+
 SCALE = 256.0
 # The forced token keeps a probability of at least 2 / 3. So log-probabilities reach down to -103.
 _LEAST = math.log(2 / 3)
@@ -45,8 +47,9 @@ class ForcedTokens(CustomLogitProcessor):
 
 def _is_in_prompt(request: Any) -> bool:
     """Whether SGLang now samples for a ``Req`` after a chunk that does not end its prompt."""
-    extended = getattr(request, "extend_range", None)
-    return extended is not None and extended.end < len(request.origin_input_ids)
+    return request is not None and compat.current().prefilled(request) < len(
+        request.origin_input_ids
+    )
 
 
 def serialized() -> str:

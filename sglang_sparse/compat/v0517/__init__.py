@@ -69,6 +69,11 @@ def request_row(req: Any) -> int:
     return int(req.req_pool_idx)
 
 
+def prefilled(req: Any) -> int:
+    """Tokens up to which a request's last prefill chunk went."""
+    return int(req.extend_range.end)
+
+
 def resolved(server_args: Any) -> Any:
     """``server_args`` itself: the constructor resolves."""
     return server_args
