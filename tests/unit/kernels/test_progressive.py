@@ -103,13 +103,9 @@ def test_bounds_of_what_is_left_are_at_least_what_is_left(upper: bool) -> None:
             order, forced = naive_order(batch, scores, row, head)
             first = prologue_units(forced, 2)
             for stop_check in range(-(-(len(order) - first) // 2) + 1):
-                seen = order[: first + stop_check * 2]
+                seen = torch.tensor(order[: first + stop_check * 2], dtype=torch.long)
                 # Not all mass less what was seen: that leaves a rounding error where none is left.
-                left = (
-                    mass[head]
-                    .index_fill(-1, torch.tensor(seen, dtype=torch.long, device=mass.device), 0)
-                    .sum(-1)
-                )
+                left = mass[head].index_fill(-1, seen.to(mass.device), 0).sum(-1)
                 bound = got["bounds"][row, head, :, stop_check].double()
                 # The bound is raised by BOUND_MARGIN, which covers all of the kernel's rounding.
                 assert (2.0**bound >= left * (1 - rounding)).all()
