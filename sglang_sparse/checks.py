@@ -29,7 +29,16 @@ _OFF = (None, False)
 ATTENTION_RULES = (
     Rule("prefill_attention_backend", (None, BACKEND), "planes are built in prefill"),
     Rule("decode_attention_backend", (None, BACKEND), "planes are built in prefill"),
-    Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "scores read unquantized keys"),
+    Rule(
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16", "fp8_e4m3", None),
+        "planes and kernels read 16-bit or fp8 e4m3 keys",
+    ),
+    Rule(
+        "quantization_param_path",
+        (None,),
+        "SGLang divides K and V by its scales and never multiplies by them",
+    ),
     Rule("enable_mixed_chunk", _OFF, "decode rows of a mixed batch would run dense"),
     Rule("enable_dp_attention", _OFF, "idle ranks are not planned yet"),
     Rule("pp_size", (1, None), "what later stages count is not gathered yet"),
@@ -40,6 +49,8 @@ ATTENTION_RULES = (
     Rule("lora_paths", (None, [], {}), "LoRA graphs take the graph variant of sparse decode"),
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
     Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
+    Rule("speculative_adaptive", _OFF, "graphs are captured for one number of draft tokens"),
+    Rule("nnodes", (1, None), "ranks on several hosts are not tested"),
     Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("smg_grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("grpc_port", (None,), "its requests bypass the check of custom_params"),

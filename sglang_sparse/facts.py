@@ -29,7 +29,10 @@ class Facts:
         request_budget: range of a request's budget: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
+        kv_cache_dtype: dtype of K and V, in the words of ``--kv-cache-dtype``.
         kv_bytes, state_bytes: device bytes of K and V, and of lists, scores, plans and tables.
+        step_tokens: tokens that a step runs for each request: 1, or the drafts of a verification
+            and the token before them.
         decode_steps, prefill_batches: numbers of planned batches, by variant.
         sglang, sglang_tested: the installed version and those that were tested.
     """
@@ -53,8 +56,10 @@ class Facts:
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]
+    kv_cache_dtype: str
     kv_bytes: int
     state_bytes: int
+    step_tokens: int
     decode_steps: dict[Variant, int]
     prefill_batches: dict[Variant, int]
     sglang: str

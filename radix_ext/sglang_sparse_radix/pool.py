@@ -3,7 +3,8 @@
 
 Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23 unless said otherwise):
   `memory_pool.py`: `MHATokenToKVPool._create_buffers`, `get_kv_size_bytes`,
-      `_finalize_allocation_log`. From 0.5.23 on K and V of a layer are halves of one tensor; each
+      `_finalize_allocation_log`, `get_key_buffer` (views fp8 rows, stored as bytes, in
+      their dtype). From 0.5.23 on K and V of a layer are halves of one tensor; each
       is contiguous, as before.
   `kv_cache_configurator.py`: `_build_mha_kv_pool` (takes `mha_pool_class`); in 0.5.17 also
       `_build_oot_mha_kv_pool` (takes the platform's `get_mha_kv_pool_cls()` and passes no
@@ -81,7 +82,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         super()._create_buffers()
         self.num_pages = (self.size + self.page_size) // self.page_size
         self.plane_layers = self.plane_spec.layers(self.start_layer, self.layer_num)
-        self._plane_keys = [self.k_buffer[layer - self.start_layer] for layer in self.plane_layers]
+        self._plane_keys = [self.get_key_buffer(layer) for layer in self.plane_layers]
         pointers = [keys.data_ptr() for keys in self._plane_keys]
         self._plane_key_ptrs = torch.tensor(pointers, dtype=torch.uint64, device=self.device)
         # K's and V's own region and memory pool: planes are paused and resumed with them.
@@ -100,7 +101,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             page_size=self.page_size,
             num_heads=self.head_num,
             head_dim=self.head_dim,
-            kv_dtype=self.store_dtype,
+            kv_dtype=self.dtype,
         )
         return self.plane_spec.allocate(shape, self.device)
 
@@ -205,7 +206,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache:
             self._refuse(
                 f"quantized KV (method {self.quant_method.name!r})",
-                "start with --kv-cache-dtype bfloat16",
+                "start with --kv-cache-dtype bfloat16 or fp8_e4m3",
             )
         try:
             self.plane_spec.validate_kv_dtype(self.dtype)
@@ -233,7 +234,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         )
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> NoReturn:
-        """Refused: rows would move without their planes (speculative decoding)."""
+        """Refused: rows would move without their planes (trees of draft tokens)."""
         self._refuse("moving KV rows (move_kv_cache)", "start without --speculative-algorithm")
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
+CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 LLAMA: dict[str, Any] = json.loads((MODEL / "config.json").read_text())
@@ -136,9 +137,21 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--page-size", "128"],
         ["--page-size", "128", "64"],
     ),
-    "speculative decoding": (
+    "draft tokens from a tree of n-grams": (
         [*SPARSE, "--speculative-algorithm", "NGRAM"],
-        ["--speculative-algorithm", "NGRAM", "unset"],
+        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
+    ),
+    "draft tokens from a tree of a draft model": (
+        [*SPARSE, *CHAINS, "--speculative-eagle-topk", "4"],
+        ["--speculative-eagle-topk", "4", "planes do not follow"],
+    ),
+    "another kind of speculation": (
+        [*SPARSE, "--speculative-algorithm", "DFLASH"],
+        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
+    ),
+    "draft tokens under a budget that ends by one query": (
+        [*PSA, *CHAINS],
+        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
     ),
     "disaggregation": (
         [*SPARSE, "--disaggregation-mode", "prefill"],
@@ -226,7 +239,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--prefill-attention-backend", "torch_native"],
         ["--prefill-attention-backend", "torch_native"],
     ),
-    "quantized KV": ([*SPARSE, "--kv-cache-dtype", "fp8_e4m3"], ["--kv-cache-dtype", "fp8_e4m3"]),
+    "quantized KV": (
+        [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
+        ["--kv-cache-dtype", "fp8_e5m2", "fp8_e4m3"],
+    ),
     "MLA model": (["--model-path", "{TMP}/mla", *SPARSE], ["--model-path", "mla", "MLA"]),
     "sliding-window model": (
         ["--model-path", "{TMP}/mistral", *SPARSE],

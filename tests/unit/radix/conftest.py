@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_sparse import compat
+
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside
+collect_ignore = [] if compat.current().SPECULATIVE else ["test_drafts.py"]
 
 
 @pytest.fixture(autouse=True)

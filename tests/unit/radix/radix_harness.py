@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.registry import create_tree_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_sparse_kernels.common import Impl
+from sglang_sparse_kernels.common import FP8, Impl
 from sglang_sparse_radix.branches import DENSE, SparseFrom
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
@@ -147,8 +147,11 @@ class MemorySide:
         # Magnitudes from tiny to beyond fp8's range, and a zero row now and then.
         scale = 10.0 ** torch.randint(-3, 4, (len(slots), 1, 1), generator=self.random)
         zero = torch.rand((len(slots), 1, 1), generator=self.random) < 0.05
-        rows = torch.randn(shape, generator=self.random) * scale
-        return rows.masked_fill(zero, 0.0).to(self.pool.dtype)
+        rows = (torch.randn(shape, generator=self.random) * scale).masked_fill(zero, 0.0)
+        if self.pool.dtype == FP8:
+            # SGLang's cast turns what is larger into NaN; scales keep keys below.
+            rows = rows.clamp(-448, 448)
+        return rows.to(self.pool.dtype)
 
     # -- scheduler steps -------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from radix_parts import VOCAB
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_sparse_kernels.common import FP8
 from sglang_sparse_radix.branches import (
     DENSE,
     SparseFrom,
@@ -45,7 +46,7 @@ TENANTS = st.sampled_from((None, None, None, "tenant"))
 RARELY = st.sampled_from((False, False, False, True))
 CHUNKS = (5, 33, 64, 200, 400)
 Mutation = Callable[[MemorySide, UpdatePlanes], UpdatePlanes]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 class Schedules(RuleBasedStateMachine):
