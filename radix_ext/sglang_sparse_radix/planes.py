@@ -176,9 +176,14 @@ class PageDigest(CuboidPlane):
         distances = (keys - centre[:, :, None]).abs().masked_fill(unwritten, 0)
         spread = distances.sum(2) / counts
         size = keys.abs().amax((1, 2, 3, 4)).view(-1, 1, 1, 1)
-        eps = torch.finfo(self.dtype_of(rows.dtype)).eps
+        info = torch.finfo(self.dtype_of(rows.dtype))
         return {
-            name: Expected(values, defined, eps * values.abs() + 66 * 2.0**-24 * size)
+            name: Expected(
+                values,
+                defined,
+                # Below the smallest normal number the next one is as far away as there.
+                info.eps * values.abs().clamp(min=info.tiny) + 66 * 2.0**-24 * size,
+            )
             for name, values in zip(self.names, (centre - spread, centre + spread), strict=True)
         }
 

@@ -13,8 +13,8 @@ Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23 unle
 K rows reach the pool through `set_kv_buffer`, or through a kernel that writes the buffers directly
 (fused RoPE). So the pool cannot see every write. The attention backend therefore calls
 `update_planes` once in each forward pass, for all layers, with the positions that the pass wrote.
-Every other writer that this pool inherits is refused below, because it would move or replace K rows
-without that call.
+`host_loads` sees to K rows that come back from the host. Every other writer that this pool inherits
+is refused below, because it would move or replace K rows without that call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_sparse_kernels.common import IMPLS, Impl, check_choice
 from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape, update_planes
+from sglang_sparse_radix.host_loads import HostLoads
 from sglang_sparse_radix.planes_spec import PlaneSpec, plane_bytes_per_token
 from sglang_sparse_radix.verify import PlaneMismatch, compare_planes
 
@@ -52,6 +53,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
     Attributes:
         planes: the `PlaneBuffers`; their layer axis holds `plane_layers`, see `plane_of`.
         plane_layers: global ids of this rank's layers that have planes, ascending.
+        loads: K and V that come back from the host.
         num_pages: physical pages, the padding page included.
     """
 
@@ -73,6 +75,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             raise RuntimeError(
                 "SparseMHATokenToKVPool has no plane spec; build the class with bind_pool_class"
             )
+        self.loads = HostLoads(self)
         super().__init__(*args, **kwargs)
 
     # -- allocation and accounting ---------------------------------------------------------------
@@ -261,10 +264,6 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
     def finalize_backing(self, config: Any) -> NoReturn:
         """Refused: the planes are sized at construction."""
         self._refuse("post-capture KV sizing", "unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
-
-    def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> NoReturn:
-        """Refused: layer-wise loading replaces K rows under their planes (hierarchical cache)."""
-        self._refuse("layer-wise KV loading", "start without --enable-hierarchical-cache")
 
 
 def bind_pool_class(spec: PlaneSpec, impl: Impl) -> type[SparseMHATokenToKVPool]:

@@ -222,6 +222,8 @@ class SparseAttentionBackend(AttentionBackend):
             return self._verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sparse = self.extend.batch is not None
         program = self._programs.get(layer.layer_id) if sparse else None
+        if program is not None:
+            self.token_to_kv_pool.loads.wait(layer.layer_id)
         if program is not None and program.attends:
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.extend.run, program, q, layer)

@@ -99,4 +99,6 @@ class ExtendSteps:
         """Bring the planes of all layers up to date, after the last one wrote its keys."""
         assert self._written is not None
         page_table, start, end, longest = self._written
-        self._build.pool.update_planes(page_table, start, end, max_new_tokens=longest)
+        pool = self._build.pool
+        pool.update_planes(page_table, start, end, max_new_tokens=longest)
+        pool.loads.update_planes()

@@ -81,6 +81,9 @@ class SGLangVersion(Protocol):
     def tree_class(self) -> type[SparseRadixCache]:
         """SGLang's radix cache with branches and counts of reused planes."""
 
+    def hierarchical_tree_class(self) -> type[SparseRadixCache] | None:
+        """The same over SGLang's hierarchical cache; None where that is not tested."""
+
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
 

@@ -92,6 +92,10 @@ def tree_class() -> type[SparseRadixCache]:
     return BranchingRadixCache
 
 
+def hierarchical_tree_class() -> None:
+    """None: the hierarchical cache is not tested on this version."""
+
+
 def variant_being_captured() -> Variant:
     """Which decode graph is captured at this moment."""
     from sglang_sparse.compat.v0523 import graphs

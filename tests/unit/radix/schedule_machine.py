@@ -69,8 +69,14 @@ class Schedules(RuleBasedStateMachine):
         sparse_prefill=st.sampled_from((None, 0, 37, 64)),
         sparse_decode=st.sampled_from((-1, 40, 90)),
     )
-    def start(self, page_size, num_pages, spec, dtype, seed, sparse_prefill, sparse_decode):
-        self.side = MemorySide(
+    def start(self, **drawn):
+        self.begin(**drawn)
+
+    def make_side(self, *arguments, **sizes) -> MemorySide:
+        return MemorySide(*arguments, **sizes)
+
+    def begin(self, page_size, num_pages, spec, dtype, seed, sparse_prefill, sparse_decode):
+        self.side = self.make_side(
             self.model_config,
             spec,
             page_size=page_size,

@@ -204,7 +204,6 @@ def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, dtype,
         lambda pool, i: pool.get_contiguous_buf_infos(),
         lambda pool, i: pool.set_kv_buffer_prefix_valid(None, i, i, i, i),
         lambda pool, i: pool.finalize_backing(None),
-        lambda pool, i: pool.register_layer_transfer_counter(None),
     ],
 )
 def test_operations_that_would_leave_planes_wrong_are_refused(call):
