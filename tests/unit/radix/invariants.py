@@ -51,7 +51,8 @@ def check_prefix(side: MemorySide, req: Req) -> None:
     side.seen["sparse prefix"] += bool(seen)
 
 
-def _check_branches(side: MemorySide) -> None:
+def check_branches(side: MemorySide) -> None:
+    """Dense KV lies on the trunk, KV that saw sparse attention on a branch that begins with it."""
     for node in tree_nodes(side.tree):
         saw = side.seen_by(node)
         if not isinstance(node.key.extra_key, Branch):
@@ -80,7 +81,7 @@ def check(side: MemorySide) -> None:
     assert not wrong, f"planes differ from recomputation: {wrong[:4]}"
     for name, plane in side.pool.planes.tensors().items():
         assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
-    _check_branches(side)
+    check_branches(side)
     free = side.allocator.available_size() // side.page_size
     assert free + len(reachable) == side.pool.num_pages - 1, "pages lost or owned twice"
 

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from invariants import check_branches, reachable_pages
 from radix_harness import VOCAB, MemorySide, scheduler
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache import allocation
@@ -85,7 +86,7 @@ class Speculating(MemorySide):
 
     def check_complete(self, logical: int, only: set[int] | None = None) -> int:
         """Planes of every complete logical page equal recomputation; returns how many pages."""
-        found = self.reachable_pages()
+        found = reachable_pages(self)
         kept = {
             page: rows // logical * logical
             for page, rows in found.items()
@@ -133,7 +134,7 @@ def run_accept_lengths(side: Speculating, accepted: int, logical: int) -> int:
         if step % 200 == 0:
             side.retract(draw(8)) if side.running is not None else None
             compared += side.check_complete(logical)
-            side._check_branches()
+            check_branches(side)
     assert side.seen["sparse prefix"], "nothing was shared"
     return compared
 

@@ -286,6 +286,7 @@ def test_no_inherited_writer_or_mover_is_left_unreviewed():
         "maybe_get_custom_mem_pool",
         "post_capture_active",
         "post_capture_backed_bytes",
+        "register_layer_transfer_counter",  # loads from the host: reads wait, planes follow
         "requires_physical_write_loc",
         "set_kv_buffer",  # the forward pass; `update_planes` follows
     }
