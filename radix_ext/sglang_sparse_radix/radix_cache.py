@@ -140,7 +140,8 @@ class SparseRadixCache(RadixCache):
 
     def _slots_on_device(self) -> torch.Tensor:
         """KV slots of all nodes, int64 `[n * P]`, in whole pages; not of those on the host."""
-        slots = [self._empty_match_result.device_indices]
+        device = self.token_to_kv_pool_allocator.device
+        slots = [torch.empty(0, dtype=torch.int64, device=device)]
         stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
