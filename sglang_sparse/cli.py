@@ -33,7 +33,7 @@ class OneLine(TyperGroup):
     """Ends every command that cannot go on with one line and a failing status."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a wrong setting or an unusable file is told, not traced."""
+        """Run the command; a wrong setting or an unusable file ends it with one line."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:

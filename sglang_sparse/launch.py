@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start of the server resolved to; travels to every scheduler on its ``ServerArgs``."""
+"""The resolved configuration of a server, which every scheduler gets with its ``ServerArgs``."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def attach(server_args: Any, launch: SparseLaunch) -> None:
 
 
 def launch_of(server_args: Any) -> SparseLaunch | None:
-    """What :func:`attach` stored, or None for a dense server."""
+    """The launch that :func:`attach` stored, or None for a dense server."""
     return getattr(server_args, _ATTRIBUTE, None)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics with the prefix ``sglang_sparse:``, beside SGLang's own in ``/metrics``.
 
-On and off with SGLang's ``--enable-metrics``, with the labels of its scheduler's metrics. Counts
-are summed on the device; they are published at SGLang's decode logging interval, one interval
-late so that no step waits, and completely as soon as the server is idle or asked for
-``/server_info``.
+SGLang's ``--enable-metrics`` switches them on. They have the labels of its scheduler's metrics.
+Counts are summed on the device and published at SGLang's decode logging interval. They are one
+interval late, so that no step waits. When the server is idle, or asked for ``/server_info``, all
+counts are published.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_sparse.facts import Facts
 from sglang_sparse.launch import launch_of
 
 PREFIX = "sglang_sparse:"
-# Shares of the visible KV that were attended to.
+# Buckets of the share of the visible KV that was attended to.
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
 # name -> (help, labels of its own)
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -79,7 +79,7 @@ class Exporter:
         """Raise a counter to ``total``; returns by how much."""
         key = (name, "".join(own.values()))
         before = self._seen.get(key, 0)
-        # Sums of two kinds may be of two moments; a counter never falls.
+        # Sums of two kinds may be read at two moments. A counter must never fall.
         self._seen[key] = total = max(total, before)
         change = total - before
         self._counters[name].labels(**self._labels, **own).inc(change)
@@ -97,8 +97,8 @@ class Exporter:
         Args:
             steps: decode steps planned, by variant.
             sums: by the names of ``COUNTS``.
-            mass: what each layer reached under a budget of mass, by layer and the names of the
-                progressive kernels' ``COUNTERS``; None under another budget.
+            mass: sums of a budget of mass, by layer and by the names of the progressive kernels'
+                ``COUNTERS``; None under another budget.
             tree_cache: SGLang's; with ``plane_reuse`` if planes are shared through it.
         """
         for variant, planned in steps.items():
@@ -131,7 +131,7 @@ class Exporter:
             self._to("plane_recomputed_pages", counts["recomputed_pages"])
 
     def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
-        """By how many tokens lists that stopped early fall short of what was planned (below 0)."""
+        """Tokens that lists which stopped early attended to, less the planned tokens (below 0)."""
         reached = sum(layer["blocks"] for layer in mass.values())
         planned = sums["selected_units"] * len(mass)
         return (reached // self._kv_heads - planned) * self._unit
@@ -157,7 +157,7 @@ def _enabled(reporter: Any) -> bool:
 def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step.
 
-    Behind :func:`.progress_log.after_decode`, which reads what all ranks reached.
+    It runs after :func:`.progress_log.after_decode`, which reads the sums of all ranks.
     """
     if reporter.forward_ct_decode % reporter.decode_log_interval or not _enabled(reporter):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that put the pool with planes where SGLang would build its own, and count its bytes."""
+"""Hooks that make SGLang build the pool with planes, and count the planes' bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def plane_spec(launch: SparseLaunch) -> PlaneSpec:
-    """The planes that this configuration reads, of the layers that read them, and no other."""
+    """The planes that this configuration reads, for the layers that read them."""
     from sglang_sparse_radix.planes_spec import PlaneSpec
 
     config = launch.config

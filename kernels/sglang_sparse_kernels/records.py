@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .triton_ops import KVArgs
 
 BLOCK_UNITS = 8
-"""Units whose largest score is kept, so that selection can skip blocks that cannot win."""
+"""Units in a block. The largest score of each block is kept, so that selection can skip blocks."""
 
 _BLOCK_ALIGNMENT = 16
 HEAD_DIMS = (64, 128)
@@ -172,8 +172,8 @@ class Lists:
 
     Attributes:
         indices: int32 [list rows, lists, capacity], contiguous, logical units, distinct within a
-            list; entries past a list's count are undefined. There is a list a KV head, or, with a
-            ``head_map``, any number.
+            list; entries past a list's count are undefined. Each KV head has a list. With a
+            ``head_map`` there may be any number of lists.
         counts: int32 [list rows, lists], contiguous.
         rows: int32 [R], the list row of each row of the batch.
         unit: tokens a unit.
@@ -192,7 +192,7 @@ class Lists:
         return self.indices.shape[2]
 
     def first(self, rows: int) -> "Lists":
-        """A view of the first ``rows`` list rows, for lists that have one a row of the batch."""
+        """A view of the first ``rows`` list rows, for lists with a row for each row of a batch."""
         return Lists(self.indices[:rows], self.counts[:rows], self.rows[:rows], self.unit)
 
     def check_written(self, rows: int) -> None:
@@ -257,7 +257,7 @@ class Scores:
 
 
 def padded_blocks(max_units: int) -> int:
-    """Width of a row of block maxima: rows start aligned, so that they load in wide accesses."""
+    """Width of a row of block maxima, padded so that rows are aligned and load in wide accesses."""
     return -(-max_units // (BLOCK_UNITS * _BLOCK_ALIGNMENT)) * _BLOCK_ALIGNMENT
 
 

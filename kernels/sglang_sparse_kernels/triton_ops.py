@@ -57,8 +57,9 @@ class PlanArgs(NamedTuple):
 def overlapping(row_heads: int) -> dict[str, bool]:
     """Launch options of a kernel that calls :func:`begin`, in a batch of so many rows times heads.
 
-    Of few rows a launch comes up while the one before it ends, which saves part of the time
-    between them. Programs that come up early are spread unevenly, so a full device waits.
+    In a small batch a launch starts while the launch before it ends, which saves part of the time
+    between the two. Programs that start early are spread unevenly over the device, so large batches
+    do not do this.
     """
     overlap = row_heads <= OVERLAP_ROW_HEADS and _can_overlap()
     return {"launch_pdl": True} if overlap else {}
@@ -75,7 +76,7 @@ def _can_overlap() -> bool:
 
 @triton.jit
 def begin():
-    """Let the next launch come up to here; wait until the one before has written everything."""
+    """Let the next launch start; wait until the launch before has written everything."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
         gdc_wait()
@@ -121,10 +122,10 @@ def row_table(kv, i_r):
 
 @triton.jit
 def slots_of(p_table, o_p, m_p, PAGE: tl.constexpr):
-    """KV slots of logical positions ``o_p`` of a row; those of page 0 where ``m_p`` is not set.
+    """KV slots of logical positions ``o_p`` of a row; slots of page 0 where ``m_p`` is not set.
 
-    The one place that says where a position lies. With ``PAGE`` in entries a page it says where the
-    entries of a plane lie that has one for several tokens.
+    No other function computes where a position lies. A plane with one entry for several tokens uses
+    it too: ``o_p`` then counts entries, and ``PAGE`` is the number of entries in a page.
     """
     return pages_of(p_table, o_p, m_p, PAGE) * PAGE + o_p % PAGE
 
@@ -145,7 +146,7 @@ def scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP: tl.constexpr):
 def online_softmax(b_s, b_max, b_sum):
     """One tile of a softmax: (weights, factor of what came before, largest logit, sum of weights).
 
-    ``b_s`` are logits for exp2, ``b_max`` and ``b_sum`` what the tiles before came to.
+    ``b_s`` are logits for exp2. ``b_max`` and ``b_sum`` are the result of the tiles before.
     """
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     # A tile whose rows are all masked must not turn -inf - -inf into NaN.

@@ -83,10 +83,12 @@ def limits_of(
 
 
 def kept_sets(config: SparseConfig, layers: range) -> int:
-    """Sets of lists that outlive their layer: one a selecting layer if they outlive their step.
+    """How many sets of lists are kept by request slot.
 
-    Lists that other layers of the same step read take one set, as the next anchor comes after the
-    last of them. 0 if none outlives its layer.
+    If selections outlive their step, there is one set for each selecting layer. If only later
+    layers
+    of the same step read them, one set is enough: the next anchor overwrites it after its last
+    reader. If neither, there is none.
     """
     roles = [config.layers.role(layer) for layer in layers]
     if config.cadence.every > 1:

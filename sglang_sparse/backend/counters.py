@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode steps add up to, counted on the device without a step ever waiting for it."""
+"""Sums over decode steps, counted on the device. No step waits for them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DecodeCounters:
             self._asked, self._pending = False, True
 
     def poll(self) -> dict[str, int] | None:
-        """The snapshot that an earlier call asked for, if it is there; asks for the next one."""
+        """The snapshot that an earlier call started, if it has arrived; starts the next one."""
         if self._pending and (self._copied is None or self._copied.query()):
             self._pending = False
             self._asked = True
@@ -56,9 +56,9 @@ class DecodeCounters:
         return None
 
     def read(self) -> dict[str, int]:
-        """The sums now. Waits for the device: for an idle server or one that was asked.
+        """The current sums. This waits for the device, so only an idle server or a request asks.
 
-        A snapshot on its way is older than that and is dropped: sums only ever grow.
+        A snapshot on its way is older and is dropped; sums only grow.
         """
         self.changed = self._asked = self._pending = False
         return self._sums.read()[_BATCH]

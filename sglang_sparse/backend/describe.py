@@ -28,10 +28,10 @@ def gather_facts(
     inner: str,
     captures_graphs: bool,
 ) -> Facts:
-    """What a server runs, without waiting for its device.
+    """The facts of a server, gathered without waiting for its device.
 
     Args:
-        launch: what its flags resolved to.
+        launch: its resolved flags.
         build: its buffers.
         heads: attention heads of this rank.
         decode, extend: its batches so far.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense backends of SGLang that everything dense runs on."""
+"""The dense backends of SGLang that run all dense attention."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def backend_name(name: str, impl: Impl) -> str:
 
 
 class InnerBackends:
-    """One dense backend; one a variant where decode graphs are captured.
+    """A dense backend; one for each variant where decode graphs are captured.
 
     Attributes:
-        name: SGLang's.
-        variant: the one that the batch being run is planned for.
+        name: its name in SGLang.
+        variant: the variant that the current batch is planned for.
     """
 
     def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
@@ -57,10 +57,10 @@ class InnerBackends:
         return self._of[self.variant]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Take graph buffers for each variant.
+        """Allocate graph buffers for each variant.
 
-        A backend keeps one set of them a batch size, and both variants of a batch size are
-        captured, so each variant plans on a backend of its own.
+        A backend keeps one set of buffers for each batch size, and both variants of a batch size
+        are captured. So each variant plans on a backend of its own.
         """
         self._of["sparse"] = self._build()
         for inner in self._of.values():

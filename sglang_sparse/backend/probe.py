@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good the selection is, measured on live traffic: a switch for evaluation, off by default.
+"""Measures the quality of the selection on live traffic. It is a switch, off by default.
 
-``SGLANG_SPARSE_PROBE=1`` makes every sparse decode step also compute dense attention, in plain
-PyTorch, and compare. It synchronizes and costs many times the step, so it needs
-``--disable-cuda-graph`` and is no part of serving.
+With ``SGLANG_SPARSE_PROBE=1`` every sparse decode step also computes dense attention in plain
+PyTorch, and compares. This waits for the device and takes many times as long as the step, so it
+needs ``--disable-cuda-graph`` and is not meant for serving.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class FidelityProbe:
 
 @dataclass(frozen=True)
 class Observe:
-    """A stage that shows the probe what the stages before it did."""
+    """A stage that lets the probe compare the result of the stages before it."""
 
     probe: FidelityProbe
     layer: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers axis at run time: one short list of stages a layer, compiled once at start."""
+"""The layers axis at run time: a short list of stages for each layer, compiled once at start."""
 
 from __future__ import annotations
 

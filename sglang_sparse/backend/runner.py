@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend asks of SGLang's model runner, and what it refuses once a model is loaded."""
+"""Reads SGLang's model runner, and refuses what only shows once a model is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def launch_of_runner(runner: ModelRunner) -> SparseLaunch:
-    """What the flags resolved to; raises ConfigError if they never reached this process."""
+    """The resolved flags; raises ConfigError if they never reached this process."""
     launch = launch_of(runner.server_args)
     if launch is None:
         raise ConfigError(
@@ -49,7 +49,7 @@ def heads_of(runner: ModelRunner) -> Heads:
 
 
 def check_runner(runner: ModelRunner) -> None:
-    """Refuse, with a ConfigError, what only the loaded model and its pool reveal."""
+    """Raise ConfigError for a loaded model or pool that is not supported."""
     pool, path = runner.token_to_kv_pool, runner.server_args.model_path
     resolved = launch_of_runner(runner).resolved
     check_reach(resolved, runner.model_config.context_len, runner.max_total_num_tokens)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choices of one server build their run time from, and what they leave with it."""
+"""The buffers, limits and state that the choices of one server share at run time."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Limits:
         max_units: selection units in the longest context, rounded up to whole lines of scores.
         capacity_units: units that a list holds.
         rows_a_pass: rows scored and attended together.
-        lists: lists a layer: KV heads, or 1 if they share one.
-        queries: most tokens that a step runs for one request: 1, or a verification's.
+        lists: lists of a layer: one for each KV head, or 1 if they share one.
+        queries: most tokens that a step runs for one request: 1, or those of a verification.
     """
 
     max_units: int
@@ -43,7 +43,7 @@ class Limits:
 
 
 class Columns:
-    """State of requests: tensors with one entry a request slot, declared by those who read them."""
+    """State of requests: tensors with an entry for each request slot, declared by their readers."""
 
     def __init__(self, request_slots: int, device: torch.device) -> None:
         self.request_slots, self.device = request_slots, device
@@ -70,8 +70,8 @@ class Columns:
 class SelectionLists:
     """The lists of selected units that layers write and read.
 
-    Selections that a later layer or step reads are kept by request slot; others have a row for
-    each row of a pass, and serve every layer in turn.
+    Selections that a later layer or step reads are kept by request slot. Other selections have a
+    row for each row of a pass; every layer overwrites them.
 
     Attributes:
         indices: int32 [sets, list rows, lists, capacity_units], logical units.
@@ -101,7 +101,7 @@ class SelectionLists:
 
 @dataclass(frozen=True)
 class Build:
-    """One server: its pool, its limits, and the buffers that all layers share.
+    """All that choices need to build their run time: pool, limits, and buffers that layers share.
 
     Attributes:
         pool: the KV pool with the planes that the config reads.
@@ -113,7 +113,7 @@ class Build:
         limits: capacities.
         columns: state of requests.
         lists: what layers write and read.
-        scores, topk, attention: of the largest pass.
+        scores, topk, attention: scratch, sized for the largest pass.
     """
 
     pool: SparseMHATokenToKVPool
@@ -144,7 +144,7 @@ class Build:
         columns: Columns,
         sets: int,
     ) -> Build:
-        """The buffers that every choice reads; arguments as the attributes."""
+        """Allocate the buffers that every choice reads; for the arguments see the attributes."""
         rows, device = limits.rows_a_pass, columns.device
         slots = columns.request_slots
         return cls(
@@ -167,7 +167,7 @@ class Build:
         return self.columns.device
 
     def scratch(self, workspace: T) -> T:
-        """``workspace``, its bytes counted among those of this server's state."""
+        """Return ``workspace``, after adding its bytes to those of this server's state."""
         self._scratch.append(tensor_bytes(workspace))
         return workspace
 
@@ -191,11 +191,11 @@ class Build:
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """What one layer runs, compiled once at start.
+    """The stages of one layer with their buffers, compiled once at start.
 
     Attributes:
         layer: global id.
-        role: what it does with selections.
+        role: whether it selects, and what it attends to.
         stages: its part of a decode step.
         indices, counts: the lists that it writes, if it selects, and reads.
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
@@ -213,7 +213,7 @@ class LayerProgram:
 
     @property
     def attends(self) -> bool:
-        """It attends to a selection; otherwise the inner backend attends to everything."""
+        """True if it attends to a selection; otherwise the inner backend attends to everything."""
         return self.role.source is not None
 
     def kv(self, page_table: torch.Tensor, page_size: int, scales: KVScales) -> KVView:

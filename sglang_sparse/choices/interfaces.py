@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each axis asks of its choices. Nothing outside a choice's own file asks for its kind."""
+"""The interface that choices of each axis implement. Only a choice's own file asks for its kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Point(Protocol):
-    """What a choice may ask of the config that it is part of, to check rules between keys."""
+    """The parts of a config that a choice may read, to check rules between keys."""
 
     @property
     def sink_tokens(self) -> int: ...
@@ -46,7 +46,7 @@ class Point(Protocol):
 
 
 class LayersChoice(Choice, ABC):
-    """Which layers select, and which attend to the selection of another one."""
+    """Which layers select, and which attend to the selection of another layer."""
 
     kind: str
 
@@ -94,7 +94,7 @@ class ScoreChoice(Choice, ABC):
         return kv_heads
 
     def scratch(self, group: int) -> int:
-        """Return the fp32 scratch a unit and KV head, for `group` query heads a KV head."""
+        """Return the fp32 numbers of scratch for each unit and KV head with `group` query heads."""
         return 0
 
     def planes(self) -> tuple[Plane, ...]:
@@ -103,7 +103,7 @@ class ScoreChoice(Choice, ABC):
 
     @classmethod
     def with_cuboids(cls) -> list[type[ScoreChoice]]:
-        """Return the scores that have cuboids, of all that there are."""
+        """Return all kinds of score that have cuboids."""
         found, left = [], ScoreChoice.__subclasses__()
         while left:
             choice = left.pop(0)
@@ -116,7 +116,7 @@ class ScoreChoice(Choice, ABC):
         """Return the plane that holds a cuboid of each unit's keys, or None.
 
         Args:
-            bound: the cuboid must hold every key; otherwise the one that scores.
+            bound: True for a cuboid that holds every key, False for the cuboid that is scored.
         """
         return None
 
@@ -125,7 +125,7 @@ class ScoreChoice(Choice, ABC):
 
     @abstractmethod
     def build(self, build: Build) -> ScoreRun:
-        """Return what scores at run time, its state allocated."""
+        """Allocate the state of this score, and return its run time."""
 
 
 class ScoreRun(Protocol):
@@ -140,8 +140,8 @@ class BudgetChoice(Choice, ABC):
 
     Attributes:
         key: the key that a request's budget replaces.
-        list_key: the key that says how many tokens a list holds at least.
-        verifies: draft tokens may share a list that it fills.
+        list_key: the key with the smallest number of tokens that a list holds.
+        verifies: whether draft tokens may share a list that it fills.
     """
 
     kind: str
@@ -157,11 +157,11 @@ class BudgetChoice(Choice, ABC):
     @property
     @abstractmethod
     def largest(self) -> BudgetChoice:
-        """The budget at the most that a request may ask for; buffers are sized for it."""
+        """This budget with the largest value that a request may ask for; it sizes the buffers."""
 
     @abstractmethod
     def request_range(self, least_tokens: int) -> tuple[float, float]:
-        """Return the least and the most that a request may ask for."""
+        """Return the smallest and the largest value that a request may ask for."""
 
     @abstractmethod
     def asked(self, value: float) -> BudgetChoice:
@@ -170,32 +170,32 @@ class BudgetChoice(Choice, ABC):
     @property
     @abstractmethod
     def list_size(self) -> tuple[int, float]:
-        """What a list holds: at least so many tokens, and at least this share of the domain."""
+        """Size of a list: at least this many tokens, and at least this share of the domain."""
 
     @property
     def request_values(self) -> dict[str, float]:
-        """What else the run time keeps of a request's budget: a float32 column for each name."""
+        """Further state of a request's budget: names of float32 columns, with the value of each."""
         return {}
 
     def planes(self, score: ScoreChoice) -> tuple[Plane, ...]:
-        """Return the planes that it reads beside those of `score`."""
+        """Return the planes that this budget reads beside the planes of `score`."""
         return ()
 
     def check(self, point: Point) -> None:
-        """Refuse, with `InvalidConfig`, a config that this budget cannot be part of."""
+        """Raise `InvalidConfig` for a config that this budget does not fit."""
 
     def rows_a_pass(self, build: PassShape) -> int | None:
-        """Return how many rows its scratch allows in one pass; None for any number."""
+        """Return the most rows that its scratch allows in one pass; None for no limit."""
         return None
 
     @abstractmethod
     def build(self, build: Build, score: ScoreChoice) -> BudgetRun:
-        """Return what selects by `score` and attends at run time, its state allocated."""
+        """Allocate the state of this budget, and return its run time, which selects by `score`."""
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """What the scratch of one row depends on: units a list holds, tokens a unit, and heads."""
+    """The sizes that the scratch of a row depends on: units of a list, tokens of a unit, heads."""
 
     capacity_units: int
     unit: int
@@ -208,24 +208,24 @@ class BudgetRun(Protocol):
     """A budget at run time.
 
     Attributes:
-        counters: what its layers reached, or None if it counts nothing.
+        counters: sums of what its layers reached, or None if it counts nothing.
     """
 
     @property
     def counters(self) -> LayerCounters | None: ...
 
     def stages(self, layer: int, *, attends: bool) -> list[Stage]:
-        """The stages that follow the score in `layer`; without attention unless `attends`."""
+        """The stages that follow the score in `layer`; they attend only if `attends` is set."""
 
     def plan(self, request_slots: torch.Tensor) -> None:
-        """Gather, once a batch, what the stages need of its requests (int64 [rows])."""
+        """Gather the state of a batch's request slots (int64 [rows]), once for all its layers."""
 
 
 class PrefillChoice(Choice, ABC):
     """How prompt tokens attend.
 
     Attributes:
-        most_chunk: most tokens of a prefill batch, or None for any number.
+        most_chunk: most tokens of a prefill batch, or None for no limit.
     """
 
     kind: str
@@ -237,13 +237,13 @@ class PrefillChoice(Choice, ABC):
         return None
 
     def check(self, point: Point) -> None:
-        """Refuse, with `InvalidConfig`, a config that it cannot be part of."""
+        """Raise `InvalidConfig` for a config that this choice does not fit."""
 
     @abstractmethod
     def build(
         self, build: Build, score: ScoreChoice, programs: dict[int, LayerProgram]
     ) -> PrefillRun | None:
-        """Return what runs prompt tokens sparsely, or None if all attend to everything."""
+        """Return the run time of sparse prefill, or None if prompts attend to everything."""
 
 
 class PrefillRun(Protocol):

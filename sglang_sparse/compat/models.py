@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang says of a model and of a process; the same in every supported version.
+"""Reads models and processes of SGLang, in the same way for every supported version.
 
 Seams: ``configs/model_config.py: ModelConfig``, ``configs/hybrid_arch.py: mambaish_config``,
 ``layers/radix_attention.py: RadixAttention``, ``runtime_context.py: get_server_args``.
@@ -43,8 +43,8 @@ def read_model_config(args: argparse.Namespace) -> ModelConfig:
 def longest_row(context_len: int, pool_tokens: int | None, page_size: int) -> int:
     """Return the most tokens that a row can have in a decode step.
 
-    A request of n tokens ends so that n + 2 is at most the context length, and n + 1 and a page at
-    most the KV pool; its last token is never fed back. Seam: ``init_req_max_new_tokens``.
+    A request of n tokens ends so that n + 2 is at most the context length, and n + 1 tokens and a
+    page fit in the KV pool. Its last token is never fed back. Seam: ``init_req_max_new_tokens``.
 
     Args:
         context_len: SGLang's context length, in tokens.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods as data: one small frozen model a choice, presets in `configs/`, merged from two flags.
+"""Methods as data: a small frozen model for each choice, presets in `configs/`, and two flags.
 
-Imports pydantic alone, never sglang or torch.
+It imports pydantic alone, never sglang or torch.
 """
 
 from sglang_sparse.choices.budget.fraction import FractionBudget

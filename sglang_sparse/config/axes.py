@@ -35,6 +35,6 @@ AXES = ("layers", "score", "budget", "cadence", "prefill")
 def budget_tokens(budget: BudgetChoice, context_len: int) -> int:
     """Return how many tokens a list of `budget` holds in a context of `context_len` tokens."""
     tokens, fraction = budget.list_size
-    # In integers, as on the device: a float product could differ by one token from what is planned.
+    # In integers, as on the device: a product of floats could differ by one token from the plan.
     share = context_len * round(fraction * MILLION)
     return max(tokens, -(-share // MILLION))

@@ -66,7 +66,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Draft:
-    """Raw content, with the flag and value to blame for a fault in it, and what to do about one."""
+    """Raw content of a config, with the flag, value and remedy that an error about it names."""
 
     content: Mapping[str, Any]
     method: str
@@ -219,10 +219,10 @@ def _method_draft(method: str, geometry: Geometry | None) -> _Draft:
 
 
 def _base_draft(method: str, geometry: Geometry | None, *, has_layers: bool) -> _Draft:
-    """Return what a config is merged over.
+    """Return the preset that a config is merged over.
 
-    On a model that none of the method's presets was made for that is one of them without its
-    geometry and layers, if the config has layers of its own.
+    If no preset of the method was made for this model, and the config has layers of its own, it is
+    a preset of another model without its geometry and layers.
     """
     ref = _find(method, geometry, METHOD_FLAG)
     pattern = _find(f"{PATTERN_MODEL}/{method}", None, METHOD_FLAG)

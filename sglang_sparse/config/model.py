@@ -121,14 +121,14 @@ class SparseConfig(Choice):
 
     @property
     def forced_units(self) -> int:
-        """Most units that sinks and recent tokens can touch, wherever the context ends."""
+        """Most units that sinks and recent tokens can touch, for any length of the context."""
         sinks = -(-self.sink_tokens // self.unit)
         recent = (self.recent_tokens + self.unit - 2) // self.unit + 1
         return sinks + recent
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens a budget may hold: sinks, recent tokens, and one unit more."""
+        """Smallest budget in tokens: sinks, recent tokens, and one unit more."""
         return (self.forced_units + 1) * self.unit
 
     @property
@@ -142,7 +142,7 @@ class SparseConfig(Choice):
         return -(-tokens // self.unit)
 
     def selecting_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the ids of the layers, of `num_layers`, that select."""
+        """Return the ids of the layers that select, of a model with `num_layers` layers."""
         return tuple(i for i in range(num_layers) if self.layers.role(i).selects)
 
     @model_validator(mode="after")

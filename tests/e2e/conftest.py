@@ -69,7 +69,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "page_minmax",
             *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
             *("--enable-metrics", "--enable-cache-report"),
-            "--enable-custom-logit-processor",
+            # Prompts of an evaluation in chunks, which forced decoding has to tell apart.
+            *("--enable-custom-logit-processor", "--chunked-prefill-size", "512"),
             "--disable-cuda-graph",
         ],
         {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},

@@ -42,25 +42,25 @@ def _attend_to_all(
 def _positions(
     lists: Lists, row: int, heads: int, length: int, tail: int, units: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What each KV head attends to: int64 [H, n], and bool [H, n] where a list has ended.
+    """(positions that each KV head attends to, int64 [H, n]; entries to hide, bool [H, n] or None).
 
-    Entries that a list lacks are the last position, which every head attends to: so nothing is
-    read that the row does not attend to. The second is None if no list lacks any.
+    A list that ends early is filled up with the last position, which every head attends to anyway.
+    So no other row is read. These entries are hidden; if there are none, the second is None.
     """
     unit, after = lists.unit, torch.arange(tail, length)
     if units == 0:
         return after.expand(heads, -1), None
-    list_row, listed = int(lists.rows[row]), min(units, lists.capacity)
+    list_row, num_units = int(lists.rows[row]), min(units, lists.capacity)
     indices, counts = lists.indices[list_row], lists.counts[list_row]
     if lists.head_map is not None:
         indices, counts = indices[lists.head_map], counts[lists.head_map]
-    selected = indices[:, :listed].long()
-    short = min(counts.tolist()) < listed
+    selected = indices[:, :num_units].long()
+    short = min(counts.tolist()) < num_units
     if unit > 1:
         selected = (selected[..., None] * unit + torch.arange(unit)).flatten(1)
     hidden = None
     if short or (unit > 1 and tail % unit):
-        in_list = torch.arange(listed) < counts[:, None]
+        in_list = torch.arange(num_units) < counts[:, None]
         shown = in_list.repeat_interleave(unit, 1) & (selected < tail)
         selected = selected.where(shown, length - 1)
         hidden = torch.nn.functional.pad(~shown, (0, length - tail))

@@ -37,8 +37,8 @@ def count_decode(
 ) -> None:
     """Add what ``plan`` says of one decode step to ``sums``.
 
-    Rows of request slot 0 pad a captured graph's batch and count nothing. The last unit of the
-    domain is taken to be listed, as it is wherever recent tokens are always kept.
+    Rows of request slot 0 pad a captured graph's batch and are not counted. Lists are assumed to
+    hold the last unit of the domain, as they do wherever recent tokens are always kept.
 
     Args:
         plan: as :func:`plan_decode` left it.

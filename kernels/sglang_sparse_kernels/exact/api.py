@@ -41,7 +41,7 @@ def exact_score(
 
     score(h, t) = log2 of the sum of p_j(t) over the query heads j that share a list: those of KV
     head h, or all. p_j is the softmax over the whole row, [0, seq_len). The logarithm ranks as the
-    sum does and keeps apart what would underflow. K is read once. Written for positions
+    sum does, and still tells sums apart that would underflow. K is read once. Written for positions
     [0, tail_start) of rows with reselect != 0 and k_units > 0; every other entry of ``out`` stays
     untouched. A NaN score is written as -inf, +inf as the largest finite number.
 

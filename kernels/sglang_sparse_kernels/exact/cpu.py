@@ -20,7 +20,7 @@ def exact_score_cpu(
     pool: str,
     out: torch.Tensor,
 ) -> None:
-    """See :func:`sglang_sparse_kernels.exact_score`. In powers of 2, which are the faster ones."""
+    """See :func:`sglang_sparse_kernels.exact_score`. It uses powers of 2, which are faster."""
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
     softmax = kv.logits(softmax)
     for row in scored_rows(plan):
@@ -34,6 +34,6 @@ def exact_score_cpu(
 
 
 def _log2_sum(logits: torch.Tensor, dim: int) -> torch.Tensor:
-    """log2 of the sum of 2**logits over ``dim``, which stays with one entry."""
+    """log2 of the sum of 2**logits over ``dim``, which is kept with a size of one."""
     largest = logits.amax(dim, keepdim=True)
     return (logits - largest).exp2_().sum(dim, keepdim=True).log2_().add_(largest)

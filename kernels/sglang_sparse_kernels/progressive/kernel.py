@@ -3,19 +3,19 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton implementation of attention that stops when enough of the mass is reached.
 
-Where a row stops is known only after it has been attended to so far. But a row usually stops near
-where it stopped in its last step. So there are four launches:
+Where a row stops is known only once it has been attended to up to there. But a row usually stops
+near the place where it stopped in its last step. So there are four launches:
 
 1. *Attend* takes as many microbatches of each row and KV head as the last step took. Its programs
    share the work of all rows equally, and no program waits for another.
-2. *Finish* has one program a row and KV head that checks where it stops, or where it stops at the
-   latest. Other programs merge all chunks meanwhile, which mostly end near the stop.
+2. *Finish* has one program for each row and KV head that finds where it stops, or the latest point
+   where it can stop. Meanwhile other programs merge all chunks, which mostly end near the stop.
 3. *Extend* attends up to the latest stop, for the rows that go on.
 4. *Finish* checks again for those rows, and merges them and the rows that stop earlier.
 
 Where every row stopped as expected, the last two launches return at once. A chunk has the same
-result whichever program attends to it, and a merge depends on nothing after the stop. So what was
-expected decides the time alone, and never the result.
+result whichever program attends to it, and a merge depends on nothing after the stop. So the
+expectation only changes the time, never the result.
 """
 
 import torch
@@ -53,9 +53,9 @@ ROW_COST = 1
 # Programs that attend, a multiprocessor, and registers a thread with which they run at once.
 CTAS_PER_SM = 3
 REGISTERS = 168
-# Programs that would idle may add one for so many of the last step's microbatches.
+# Programs that would idle add one microbatch for so many microbatches of the last step.
 SPARE = 4
-# What checks or merges is small, and waits less for two warps than for four.
+# Checks and merges are small, and synchronise two warps faster than four.
 FINISH_WARPS = 2
 # Numbers that a program merges at once, and the channels of them.
 MERGED, CHANNELS = 2048, 32
@@ -72,7 +72,7 @@ def num_programs(device: torch.device) -> int:
 
 
 def row_heads_tile(count: int) -> int:
-    """Rows times KV heads, ``count`` or more, that a program looks over at once."""
+    """Rows times KV heads that a program holds at once: ``count``, rounded up to few sizes."""
     size = LEAST_ROW_HEADS
     while size < count:
         size *= 4

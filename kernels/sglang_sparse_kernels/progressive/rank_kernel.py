@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Triton implementation of ranked lists, and of bounds of what a ranked list leaves out."""
+"""Triton implementation of ranked lists, and of bounds of the mass that such a list leaves out."""
 
 import math
 
@@ -22,7 +22,7 @@ BOUNDS_TILE = 256
 
 @triton.jit
 def rankable(b_s, forced, valid):
-    """Scores as ``select_topk`` ranks them: NaN is -inf; forced ones are +inf and alone are."""
+    """Scores as ``select_topk`` ranks them: NaN is -inf; forced units, and no others, are +inf."""
     b_s = tl.where(b_s == b_s, b_s, float("-inf"))
     b_s = tl.minimum(b_s, 3.4028234663852886e38) + 0.0
     return tl.where(valid, tl.where(forced, float("inf"), b_s), float("-inf"))
@@ -60,7 +60,7 @@ def _bit(n_dims: tl.constexpr, at: tl.constexpr):
 
 @triton.jit
 def _exchange(b_x, n_dims: tl.constexpr, stage: tl.constexpr, at: tl.constexpr):
-    """Order the pairs along axis ``at``, those of every other block of 2 ** stage downwards."""
+    """Order the pairs along axis ``at``; in every other block of 2 ** stage they descend."""
     # The pair's other number; sums wrap around and back.
     b_y = tl.sum(b_x, n_dims - 1 - at, keep_dims=True) - b_x
     b_swap = (b_x > b_y) != (_bit(n_dims, at) != 0)
@@ -134,8 +134,8 @@ def _bound_logs(
 ):
     """log2 of the mass that bounds allow each unit for each query head, [units, heads].
 
-    ``heads`` are the heads, which of them there are, and how far apart theirs lie; ``logits`` the
-    factors of logits.
+    ``heads`` holds the heads, a mask of those that exist, and the distance between their bounds.
+    ``logits`` holds the factors of logits.
     """
     o_g, m_g, width = heads
     scale_log2, logit_cap = logits

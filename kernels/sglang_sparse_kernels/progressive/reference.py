@@ -11,10 +11,10 @@ from ..records import Always, KVView, Lists, Softmax, scored_rows
 from .types import MassStop, StopState
 
 BOUND_MARGIN = 2.0**-8
-"""What bounds of the remaining mass are raised by, so that no rounding makes them too small."""
+"""Bounds of the residual mass are raised by this part, so that rounding never makes them small."""
 
 BOUND_FLOOR = 2.0**-100
-"""What they are raised by at least, as a part of the largest bound: sums below it may underflow."""
+"""They are raised by at least this part of the largest bound: smaller sums may underflow."""
 
 
 def forced_units(tokens: int, unit: int, always: Always) -> int:
@@ -24,10 +24,11 @@ def forced_units(tokens: int, unit: int, always: Always) -> int:
 
 
 def prologue_units(forced: int, step: int) -> int:
-    """Units attended to before the first microbatch of ``step`` units, of those that are forced.
+    """How many forced units are attended to before the first microbatch of ``step`` units.
 
-    All of them, if they are few. Of more, as many as fill whole microbatches with a unit of room
-    for the tail: what is left over would take as long as a microbatch, and goes with the first.
+    If they are few, all of them. If they are more, as many as fill whole microbatches, with room
+    for one unit of the tail. The units left over would take as long as a microbatch of their own,
+    so they are part of the first one.
     """
     return (forced + 1) // step * step - 1 if forced + 1 >= step else forced
 

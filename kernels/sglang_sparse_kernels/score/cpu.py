@@ -11,7 +11,7 @@ from ..plan import DecodePlan
 from ..planes import KeySketch, PageCuboids
 from ..planes.types import INT4_ZERO, tokens_per_element
 from ..records import scored_rows
-from .reference import select_channels_reference
+from .reference import reduce_group, select_channels_reference
 
 _FP8_OF_FP16 = 256.0
 """What a number of fp8 is in units of the fp16 number with the same bits."""
@@ -20,14 +20,9 @@ _FP8_NAN = 0x7F
 
 
 def select_channels_cpu(q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan) -> None:
-    """See :func:`sglang_sparse_kernels.select_channels`: as it is defined, if any row is due."""
+    """See :func:`sglang_sparse_kernels.select_channels`; runs the reference if a row refreshes."""
     if any(plan.refresh.tolist()):
         select_channels_reference(q, channels, plan)
-
-
-def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
-    """[H, G, n] -> [H, n]."""
-    return scores.amax(1) if reduce == "max" else scores.sum(1)
 
 
 def sketch_score_cpu(
@@ -54,7 +49,7 @@ def sketch_score_cpu(
             if sketch.scale is not None:
                 scale = sketch.scale.index_select(0, pages).to(chosen.dtype)
                 partial *= scale.transpose(0, 1).reshape(heads, 1, -1)
-            scores = _reduce_group(partial, reduce)[:, : tokens - start]
+            scores = reduce_group(partial, reduce)[:, : tokens - start]
             out[row, :, start : start + scores.shape[1]] = rankable(scores, out.dtype)
             start += scores.shape[1]
 
@@ -132,4 +127,4 @@ def page_minmax_score_cpu(
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (pages.low.shape[1], -1))
     for row in scored_rows(plan):
         bound = _page_bounds(query[row], pages, plan, row)
-        out[row, :, : bound.shape[-1]] = rankable(_reduce_group(bound, reduce), out.dtype)
+        out[row, :, : bound.shape[-1]] = rankable(reduce_group(bound, reduce), out.dtype)

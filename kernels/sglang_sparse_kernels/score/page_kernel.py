@@ -65,15 +65,15 @@ def page_minmax_score_kernel(
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
             o_u = i_t * BT + tl.arange(0, BT)
             m_u = o_u < n
-            # [BU]
+            # [BT]
             b_entry = slots_of(p_table, o_u, m_u, PER_PAGE).to(tl.int64)
             o_e = (b_entry * H + i_h)[:, None] * D + o_d[None, :]
             m_e = m_u[:, None] & m_d[None, :]
-            # [BU, BD]
+            # [BT, BD]
             b_max = tl.load(page_max + o_e, mask=m_e, other=0.0).to(b_q.dtype)
-            # [BU, BD]
+            # [BT, BD]
             b_min = tl.load(page_min + o_e, mask=m_e, other=0.0).to(b_q.dtype)
-            # [BU, BG]
+            # [BT, BG]
             b_a = dot(b_max, b_up, tl.zeros((BT, BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)
             if REDUCE == "none":

@@ -20,8 +20,8 @@ def select_channels_reference(q: torch.Tensor, channels: torch.Tensor, plan: Dec
     channels[plan.request_slots[rows].long()] = ranked[..., :kept].sort(dim=-1).values.int()
 
 
-def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
-    """[H, G, n] -> [H, n]."""
+def reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
+    """One score for each group of query heads: [H, G, n] -> [H, n]."""
     return scores.amax(1) if reduce == "max" else scores.sum(1)
 
 
@@ -54,7 +54,7 @@ def sketch_score_reference(
         partial = torch.einsum("hgc,nhcp->hgnp", query, keys)
         if sketch.scale is not None:
             partial = partial * sketch.scale[pages].to(acc).permute(1, 0, 2)[:, None]
-        scores = _reduce_group(partial.flatten(2), reduce)
+        scores = reduce_group(partial.flatten(2), reduce)
         out[row, :, :tokens] = rankable(scores[:, :tokens], out.dtype)
 
 
@@ -95,4 +95,4 @@ def page_minmax_score_reference(
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
     for row in scored_rows(plan):
         bound = _page_bounds(q, pages, plan, row)
-        out[row, :, : bound.shape[-1]] = rankable(_reduce_group(bound, reduce), out.dtype)
+        out[row, :, : bound.shape[-1]] = rankable(reduce_group(bound, reduce), out.dtype)

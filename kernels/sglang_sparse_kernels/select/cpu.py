@@ -27,14 +27,14 @@ def select_topk_cpu(
         below = min(-(-always.sink // unit), units)
         recent = max(below, max(0, tokens - always.recent) // unit)
         forced = below + units - recent
-        listed = indices[target, :, :most]
+        row_list = indices[target, :, :most]
         if most <= forced:
-            listed[:] = [*range(below), *range(recent, units)][:most]
+            row_list[:] = [*range(below), *range(recent, units)][:most]
             continue
         free = most - forced
-        listed[:, :below] = np.arange(below)
-        listed[:, below : below + free] = best(values[row, :, below:recent], free) + below
-        listed[:, below + free :] = np.arange(recent, units)
+        row_list[:, :below] = np.arange(below)
+        row_list[:, below : below + free] = best(values[row, :, below:recent], free) + below
+        row_list[:, below + free :] = np.arange(recent, units)
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:

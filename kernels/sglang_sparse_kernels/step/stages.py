@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a decode step: score, select, rank, attend, attend until a share is reached.
 
-Buffers are those of the largest number of rows that is taken together; a stage uses the first of
-them.
+Buffers have room for the largest number of rows that are taken together. A stage uses their first
+rows.
 """
 
 from dataclasses import dataclass, replace
@@ -139,7 +139,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class BoundResidual:
-    """Bounds, or an estimate, of the mass that is left at each stop check.
+    """Bounds, or an estimate, of the residual mass at each stop check.
 
     Attributes:
         pages: cuboids of this layer's logical pages that bound their keys.
@@ -188,8 +188,8 @@ class Attend:
 class AttendUntil:
     """Attention in the order of rank until a share of the mass is reached.
 
-    What was attended to become the counts of the step's lists, so that layers that reuse the
-    selection read it as any other list.
+    The numbers of units that were attended to become the counts of the step's lists. So layers that
+    reuse the selection read it as any other list.
 
     Attributes:
         stop: its epsilons are in the order of the whole batch.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scores of logical pages share: the largest q·k over a cuboid of each page's keys."""
+"""Shared by scores of logical pages: the largest q·k over a cuboid of each page's keys."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ class KeySketch(ScoreChoice):
 
     @property
     def tile_pool(self) -> Literal["group"]:
-        # A tile's queries have no few channels in common: tiles are scored with the keys.
+        # The queries of a tile have their large values in different channels, so tiles use all of
+        # K.
         return "group"
 
     @property

@@ -17,8 +17,8 @@
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
     Pool and allocator on the CPU: its own allocator launches Triton kernels.
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
-    PyTorch index writes on the CPU: it avoids Triton by the backend's name, and "sparse" is not a
-    name that it knows.
+    PyTorch index writes on the CPU. SGLang avoids Triton there by the backend's name, and does not
+    know the name "sparse".
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
 ``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
@@ -128,6 +128,11 @@ SEAMS = (
 def request_row(req: Any) -> int:
     """Row of a scheduled request in SGLang's request table."""
     return int(req.req_pool_idx)
+
+
+def prefilled(req: Any) -> int:
+    """Tokens up to which a request's last prefill chunk went."""
+    return int(req.extend_range.end)
 
 
 def resolved(server_args: Any) -> Any:
