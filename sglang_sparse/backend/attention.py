@@ -180,16 +180,22 @@ class SparseAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        program = self._programs.get(layer.layer_id) if self.variant == "sparse" else None
-        if program is not None:
+        sparse = self.variant == "sparse"
+        program = self._programs.get(layer.layer_id) if sparse else None
+        outdone = sparse and not self._inner.sparse_steps
+        if program is not None or outdone:
             check_keywords(layer, kwargs)
         if program is not None and program.attends:
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            out = self._inner.current.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if outdone:
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                out = self._inner.current.forward_decode(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
@@ -241,12 +247,12 @@ class SparseAttentionBackend(AttentionBackend):
     @staticmethod
     def _run(
         run: Callable[..., torch.Tensor],
-        program: LayerProgram,
+        what: LayerProgram | int,
         q: torch.Tensor,
         layer: RadixAttention,
     ) -> torch.Tensor:
         out = run(
-            program,
+            what,
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,

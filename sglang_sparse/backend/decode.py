@@ -14,6 +14,7 @@ from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import BudgetRun
 from sglang_sparse.config import SparseConfig
 from sglang_sparse.graph_variants import Variant
+from sglang_sparse_kernels.attend import gathered_decode_attention
 from sglang_sparse_kernels.plan import (
     DecodePlan,
     PlanRules,
@@ -21,7 +22,7 @@ from sglang_sparse_kernels.plan import (
     TokenTable,
     plan_decode,
 )
-from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.records import KVView, Lists, Softmax
 from sglang_sparse_kernels.step import StepContext, decode_step
 
 if TYPE_CHECKING:
@@ -125,6 +126,29 @@ class DecodeSteps:
                 rows=rows,
             )
             decode_step(program.stages, step)
+        return out
+
+    def attend_to_all(
+        self, layer: int, q: torch.Tensor, *, scaling: float, logit_cap: float
+    ) -> torch.Tensor:
+        """Attention of the batch that was planned last to all of its tokens, on a CPU.
+
+        Args:
+            layer: global id of one that attends to everything.
+            q, scaling, logit_cap: as for :meth:`run`.
+
+        Returns:
+            [rows, q_heads, head_dim], dtype of ``q``.
+        """
+        pool, out = self._build.pool, torch.empty_like(q)
+        k, v = pool.get_kv_buffer(layer)
+        plan = self.plan.dense()
+        none = torch.zeros((1, pool.head_num, 1), dtype=torch.int32, device=q.device)
+        gathered_decode_attention(
+            q, KVView(k, v, plan.page_table, pool.page_size), plan,
+            Lists(none, none[..., 0], plan.k_units), softmax=Softmax(scaling, logit_cap), out=out,
+            impl=self._build.impl,
+        )  # fmt: skip
         return out
 
     def nbytes(self) -> int:

@@ -24,11 +24,14 @@ class InnerBackends:
     Attributes:
         name: SGLang's.
         variant: the one that the batch being run is planned for.
+        sparse_steps: whether it attends in the dense layers of sparse steps. SGLang's own for a CPU
+            copies K and V a token at a time, and would take most of the step.
     """
 
     def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
         """``name`` is a backend of SGLang, or ``auto``."""
         self.name = _ON[impl] if name == "auto" else name
+        self.sparse_steps = not (impl == "cpu" and name == "auto")
         self.variant: Variant = "dense"
         self._build = partial(ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()
