@@ -180,22 +180,14 @@ class SparseAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        sparse = self.variant == "sparse"
-        program = self._programs.get(layer.layer_id) if sparse else None
-        outdone = sparse and not self._inner.sparse_steps
-        if program is not None or outdone:
+        program = self._programs.get(layer.layer_id) if self.variant == "sparse" else None
+        if program is not None:
             check_keywords(layer, kwargs)
         if program is not None and program.attends:
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            if outdone:
-                self._write(layer, forward_batch, k, v, save_kv_cache)
-                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
-            else:
-                out = self._inner.current.forward_decode(
-                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-                )
+            out = self._attend_to_all(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
@@ -230,6 +222,26 @@ class SparseAttentionBackend(AttentionBackend):
         if layer.layer_id == self._last_layer:
             self.extend.update_planes()
         return out
+
+    def _attend_to_all(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        keywords: dict[str, Any],
+    ) -> torch.Tensor:
+        """Decode attention to all tokens of each row: the inner backend's wherever it serves."""
+        if self.variant == "dense" or self._inner.sparse_steps:
+            out: torch.Tensor = self._inner.current.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **keywords
+            )
+            return out
+        check_keywords(layer, keywords)
+        self._write(layer, forward_batch, k, v, save_kv_cache)
+        return self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
 
     def _write(
         self,
