@@ -257,13 +257,13 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            batch = forward_batch
-            if self._inner.name == "torch_native":
-                batch = as_extend(batch, self.decode.queries)
             if self._outdoes_inner:
                 self._write(layer, forward_batch, k, v, save_kv_cache)
                 out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
             else:
+                batch = forward_batch
+                if self._inner.name == "torch_native":
+                    batch = as_extend(batch, self.decode.queries)
                 out = self._inner.current.forward_extend(
                     q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
                 )
