@@ -198,9 +198,14 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            out = self._inner.current.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if self._outdoes_inner:
+                check_keywords(layer, kwargs)
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                out = self._inner.current.forward_decode(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
@@ -253,17 +258,26 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            batch = forward_batch
-            if self._inner.name == "torch_native":
-                batch = as_extend(batch, self.decode.queries)
-            out = self._inner.current.forward_extend(
-                q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if self._outdoes_inner:
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                batch = forward_batch
+                if self._inner.name == "torch_native":
+                    batch = as_extend(batch, self.decode.queries)
+                out = self._inner.current.forward_extend(
+                    q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
             self.decode.update_planes()
         return out
+
+    @property
+    def _outdoes_inner(self) -> bool:
+        """Whether layers of this batch attend to everything through the operators."""
+        return self.variant == "sparse" and not self._inner.sparse_steps
 
     def _write(
         self,
@@ -285,12 +299,12 @@ class SparseAttentionBackend(AttentionBackend):
     def _run(
         self,
         run: Callable[..., torch.Tensor],
-        program: LayerProgram,
+        what: LayerProgram | int,
         q: torch.Tensor,
         layer: RadixAttention,
     ) -> torch.Tensor:
         out = run(
-            program,
+            what,
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,

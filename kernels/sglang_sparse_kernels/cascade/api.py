@@ -52,7 +52,7 @@ def close_strides(
     for name, column in {"slots": slots, "tokens": tokens}.items():
         check_dtype(name, column, torch.int32)
         check_contiguous(name, column)
-    if impl == "torch":
+    if impl != "triton":
         close_strides_reference(state, slots, tokens)
         return
     if workspace is None:
@@ -84,7 +84,7 @@ def append_tokens(
     _check_layer(state, batch)
     check_shape("k", k, (-1, state.num_heads, state.k.shape[-1]))
     check_shape("v", v, tuple(k.shape))
-    if impl == "torch":
+    if impl != "triton":
         append_tokens_reference(k, v, state, batch)
         return
     for name, tensor in {"k": k, "v": v}.items():
@@ -137,7 +137,7 @@ def cascade_attention(
     check_shape("cos_sin", cos_sin, (-1, q.shape[-1]))
     if cos_sin.shape[0] < state.shape.rows:
         raise ValueError(f"cos_sin has {cos_sin.shape[0]} positions, not {state.shape.rows}")
-    if impl == "torch":
+    if impl != "triton":
         cascade_attention_reference(
             q, state, batch, cos_sin, softmax=softmax, average=average, out=out
         )

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 import torch
 
 from ..common import accumulate_dtype, rankable
-from ..paged import PIECE_TOKENS, pages_of
+from ..paged import pages_of
 from ..plan import DecodePlan
 from ..planes import KeySketch, PageCuboids
 from ..planes.types import INT4_ZERO, tokens_per_element
 from ..records import scored_rows
 from .reference import reduce_group, select_channels_reference
+
+PIECE_TOKENS = 16384
+"""Tokens that are scored together; 16 channels of 4 KV heads take 4 MiB."""
 
 _FP8_OF_FP16 = 256.0
 """What a number of fp8 is in units of the fp16 number with the same bits."""
@@ -85,7 +88,8 @@ def _numbers(lines: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # long. The shift fills bit 14 with the sign.
     numbers = lines.to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
     numbers = numbers.view(torch.float16)
-    if int(lines.max()) == _FP8_NAN or bool((lines == -1).any()):
+    codes = lines.numpy()  # NumPy compares bytes 20 times as fast
+    if codes.max() == _FP8_NAN or (codes == -1).any():
         numbers.masked_fill_((lines & _FP8_NAN) == _FP8_NAN, torch.nan)
     return numbers
 
