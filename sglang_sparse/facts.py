@@ -26,6 +26,7 @@ class Facts:
         total_kv_heads: KV heads of the model.
         ranks: ranks of tensor parallelism that they are divided over.
         layers: global ids of this rank's layers, by the role that they have in a sparse step.
+        streaming_heads: KV heads of the model that stream, of the layers of each role.
         request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
@@ -50,6 +51,7 @@ class Facts:
     total_kv_heads: int
     ranks: int
     layers: dict[str, list[int]]
+    streaming_heads: dict[str, int]
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]

@@ -17,7 +17,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from .plan import DecodePlan
-    from .triton_ops import KVArgs
+    from .triton_ops import KVArgs, WindowArgs
 
 BLOCK_UNITS = 8
 """Units whose largest score is kept, so that selection can skip blocks that cannot win."""
@@ -117,6 +117,48 @@ class Softmax:
 
 
 @dataclass(frozen=True)
+class HeadWindows:
+    """KV heads that attend to sinks and a local window in place of a list: streaming heads.
+
+    DuoAttention (arXiv 2410.10819) and LServe (arXiv 2502.14866, section 3.3). In a row that
+    selects (tail_start above 0), such a head attends to the positions below ``sink`` and to the
+    last ``local`` ones. In a dense row it attends to everything.
+
+    Attributes:
+        streams: int32 [H], 1 for a streaming head and 0 for the others, which attend to lists.
+        sink: leading tokens.
+        local: last tokens of a row, the one being decoded included.
+    """
+
+    streams: torch.Tensor
+    sink: int
+    local: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.local < 0:
+            raise ValueError(f"sink={self.sink} and local={self.local} must not be negative")
+
+    @property
+    def args(self) -> "WindowArgs":
+        """The windows for kernels."""
+        from .triton_ops import WindowArgs
+
+        return WindowArgs(self.streams, self.sink, self.local)
+
+    def check(self, heads: int) -> None:
+        """Raise ValueError unless these are windows of ``heads`` KV heads."""
+        check_shape("streams", self.streams, (heads,))
+        check_dtype("streams", self.streams, torch.int32)
+
+    def positions(self, length: int) -> torch.Tensor:
+        """int64, ascending: what a streaming head of a row of ``length`` tokens attends to."""
+        start = max(length - self.local, min(self.sink, length))
+        device = self.streams.device
+        sinks = torch.arange(min(self.sink, length), device=device)
+        return torch.cat((sinks, torch.arange(start, length, device=device)))
+
+
+@dataclass(frozen=True)
 class Always:
     """Tokens that are always selected, whatever their scores.
 
@@ -196,18 +238,30 @@ class Scores:
         values: float32 [R, lists, max_units] ("torch" also float64), contiguous.
         block_max: float32 [R, lists, padded_blocks(max_units)], contiguous, the largest score of
             every :data:`BLOCK_UNITS` units.
+        unread: int32 [lists], 1 for a list that no head attends to: its units are not scored, and
+            it is not selected. None if every list is read.
     """
 
     values: torch.Tensor
     block_max: torch.Tensor
+    unread: torch.Tensor | None = None
 
     def rows(self, batch_size: int) -> "Scores":
         """A view of the first ``batch_size`` rows."""
-        return Scores(self.values[:batch_size], self.block_max[:batch_size])
+        return Scores(self.values[:batch_size], self.block_max[:batch_size], self.unread)
 
     def check(self, rows: int, lists: int) -> None:
         """Raise ValueError unless these are scores of ``rows`` rows of so many lists."""
         check_shape("scores", self.values, (rows, lists, -1))
+        if self.unread is not None:
+            check_shape("unread", self.unread, (lists,))
+            check_dtype("unread", self.unread, torch.int32)
+
+    @property
+    def read(self) -> torch.Tensor:
+        """int64, which lists are scored and selected, ascending."""
+        lists = torch.arange(self.values.shape[1], device=self.values.device)
+        return lists if self.unread is None else lists[self.unread == 0]
 
     def check_triton(self) -> None:
         """Raise ValueError unless kernels can read and write these."""

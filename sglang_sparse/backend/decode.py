@@ -123,6 +123,7 @@ class DecodeSteps:
                 out=out[rows],
                 impl=build.impl,
                 rows=rows,
+                windows=program.windows,
             )
             decode_step(program.stages, step)
         return out

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,14 @@ from sglang_sparse_kernels.attend import make_workspace
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.planes import PageCuboids
-from sglang_sparse_kernels.records import Always, KVView, Lists, Scores, make_scores
+from sglang_sparse_kernels.records import (
+    Always,
+    HeadWindows,
+    KVView,
+    Lists,
+    Scores,
+    make_scores,
+)
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace
 from sglang_sparse_kernels.step import Stage
 from sglang_sparse_radix.planes import CuboidPlane
@@ -38,6 +45,19 @@ class Limits:
     capacity_units: int
     rows_a_pass: int
     lists: int
+
+
+@dataclass(frozen=True)
+class HeadKinds:
+    """KV heads of this rank that stream. By global layer id; a layer without any is left out.
+
+    Attributes:
+        windows: of layers that attend to a selection, the heads that attend to a window instead.
+        unread: of selecting layers, int32 [lists], 1 for a list that no head of any layer reads.
+    """
+
+    windows: dict[int, HeadWindows] = field(default_factory=dict)
+    unread: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Columns:
@@ -110,6 +130,7 @@ class Build:
         layers: global ids of the selecting layers.
         limits: capacities.
         columns: state of requests.
+        kinds: heads that stream.
         lists: what layers write and read.
         scores, topk, attention: of the largest pass.
     """
@@ -122,6 +143,7 @@ class Build:
     layers: tuple[int, ...]
     limits: Limits
     columns: Columns
+    kinds: HeadKinds
     lists: SelectionLists
     scores: Scores
     topk: TopkWorkspace
@@ -140,13 +162,14 @@ class Build:
         layers: tuple[int, ...],
         limits: Limits,
         columns: Columns,
+        kinds: HeadKinds,
         sets: int,
     ) -> Build:
         """The buffers that every choice reads; arguments as the attributes."""
         rows, device = limits.rows_a_pass, columns.device
         slots = columns.request_slots
         return cls(
-            pool, impl, query_heads, unit, always, layers, limits, columns,
+            pool, impl, query_heads, unit, always, layers, limits, columns, kinds,
             lists=SelectionLists(
                 limits, sets=sets, unit=unit, request_slots=slots, device=device
             ),
@@ -166,6 +189,10 @@ class Build:
         """``workspace``, its bytes counted among those of this server's state."""
         self._scratch.append(tensor_bytes(workspace))
         return workspace
+
+    def scores_of(self, layer: int) -> Scores:
+        """Where ``layer`` scores, and which of its lists are read."""
+        return replace(self.scores, unread=self.kinds.unread.get(layer))
 
     def planes(self, layer: int, *names: str) -> tuple[torch.Tensor | None, ...]:
         """The planes of ``layer``, a global id, by name; None for those that are not kept."""
@@ -196,6 +223,7 @@ class LayerProgram:
         indices, counts: the lists that it writes, if it selects, and reads.
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
         k, v: [slots, kv_heads, head_dim].
+        windows: KV heads that read no list; None if every head reads one.
     """
 
     layer: int
@@ -206,6 +234,7 @@ class LayerProgram:
     head_map: torch.Tensor | None
     k: torch.Tensor
     v: torch.Tensor
+    windows: HeadWindows | None = None
 
     @property
     def attends(self) -> bool:

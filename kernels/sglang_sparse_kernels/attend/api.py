@@ -5,7 +5,7 @@ import torch
 
 from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from ..plan import DecodePlan
-from ..records import KVView, Lists, Softmax
+from ..records import HeadWindows, KVView, Lists, Softmax
 from .reference import gathered_decode_attention_reference
 
 
@@ -17,6 +17,7 @@ def gathered_decode_attention(
     *,
     softmax: Softmax,
     out: torch.Tensor,
+    windows: HeadWindows | None = None,
     workspace: torch.Tensor | None = None,
     impl: Impl,
 ) -> None:
@@ -25,7 +26,8 @@ def gathered_decode_attention(
     Row r, KV head h attends to the positions below tail_start of the units
     ``indices[rows[r], h, :counts[rows[r], h]]`` of ``lists`` and to [tail_start, seq_len). A row
     with k_units 0 has an empty list, whatever its count says; with tail_start 0 it is dense. With a
-    ``head_map`` KV head h attends to list ``head_map[h]`` (Kascade section 3.5).
+    ``head_map`` KV head h attends to list ``head_map[h]`` (Kascade section 3.5). With ``windows``
+    a streaming head of a row that selects attends to its sinks and window alone.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
@@ -35,6 +37,7 @@ def gathered_decode_attention(
         lists: entries of a list past k_units are not attended to.
         softmax: scale and cap of the logits.
         out: [R, H * G, D], q's dtype, contiguous; every entry is written.
+        windows: heads that read no list; None if every head reads one.
         workspace: from :func:`make_workspace` for at least R rows. Needed by "triton".
         impl: "triton" or "torch".
 
@@ -46,10 +49,14 @@ def gathered_decode_attention(
     check_shape("q", q, (plan.num_rows, -1, -1))
     check_shape("out", out, tuple(q.shape))
     lists.check_read(plan.num_rows, kv.num_heads)
+    if windows is not None:
+        windows.check(kv.num_heads)
     if kv.page_size % lists.unit:
         raise ValueError(f"unit={lists.unit} must divide page_size={kv.page_size}")
     if impl == "torch":
-        gathered_decode_attention_reference(q, kv, plan, lists, softmax=softmax, out=out)
+        gathered_decode_attention_reference(
+            q, kv, plan, lists, softmax=softmax, out=out, windows=windows
+        )
         return
     kv.check_triton(q)
     check_dtype("out", out, q.dtype)
@@ -59,5 +66,5 @@ def gathered_decode_attention(
     from .kernel import gathered_decode_attention_triton
 
     gathered_decode_attention_triton(
-        q, kv, plan, lists, softmax=softmax, out=out, workspace=workspace
+        q, kv, plan, lists, softmax=softmax, out=out, windows=windows, workspace=workspace
     )

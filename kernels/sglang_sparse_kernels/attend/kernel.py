@@ -9,16 +9,18 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
-from ..records import KVView, Lists, Softmax
+from ..records import HeadWindows, KVView, Lists, Softmax
 from ..triton_ops import (
     begin,
     cast,
     dot,
+    head_tail,
     online_softmax,
     overlapping,
     row_table,
     scaled_logits,
     slots_of,
+    tail_positions,
 )
 from .types import num_splits
 
@@ -40,16 +42,19 @@ def _rows(
     tail,
     tail_tokens,
     counted,
+    seq_len,
     BN: tl.constexpr,
     UNIT: tl.constexpr,
     PAGE: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """(KV rows, whether attended to) [BN] of the tokens from ``first`` on, below ``last``."""
     o_n = first + tl.arange(0, BN)
     m_tail, m_n = o_n < tail_tokens, o_n < last
     o_l = o_n - tail_tokens
     b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
-    b_pos = tl.where(m_tail, tail + o_n, b_unit * UNIT + o_l % UNIT)
+    b_tail = tail_positions(tail, o_n, seq_len, WINDOWS)
+    b_pos = tl.where(m_tail, b_tail, b_unit * UNIT + o_l % UNIT)
     m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
     return slots_of(p_table, b_pos, m_n, PAGE), m_n
 
@@ -63,6 +68,7 @@ def attend_split_kernel(
     indices,
     counts,
     head_map,
+    windows,
     out,
     partial,
     lse,
@@ -91,9 +97,14 @@ def attend_split_kernel(
     if head_map is not None:
         i_list = tl.load(head_map + i_h)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * LISTS + i_list
-    tail = tl.load(plan.tail_start + i_r)
-    tail_tokens = tl.load(plan.seq_lens + i_r) - tail
+    tail, seq_len = tl.load(plan.tail_start + i_r), tl.load(plan.seq_lens + i_r)
+    tail_tokens = seq_len - tail
     listed = tl.minimum(tl.load(plan.k_units + i_r), capacity) * UNIT
+    WINDOWS: tl.constexpr = windows is not None
+    if WINDOWS:
+        streams = (tl.load(windows.streams + i_h) != 0) & (tail > 0)
+        tail, tail_tokens = head_tail(windows, streams, seq_len, tail)
+        listed = tl.where(streams, 0, listed)
     counted = tl.load(counts + i_l) * UNIT
     # One sequence of tokens: the tail, then the list. Its split follows from the plan alone, so
     # that indices load while the count, which may be lower, is on its way.
@@ -114,18 +125,23 @@ def attend_split_kernel(
     # A split of a list has one tile of these: where its tokens lie is known sooner without copies
     # that run ahead. In longer rows beside it the next tile is looked up while one is on its way.
     if BN == ONE_TILE:
-        b_row, m_n = _rows(p_list, p_table, first, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
+        b_row, m_n = _rows(
+            p_list, p_table, first, last, tail, tail_tokens, counted, seq_len, BN, UNIT, PAGE,
+            WINDOWS,
+        )  # fmt: skip
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
         if BN == ONE_TILE:
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
             m_kv = m_n
             b_row, m_n = _rows(
-                p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, BN, UNIT, PAGE
-            )
+                p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, seq_len, BN, UNIT,
+                PAGE, WINDOWS,
+            )  # fmt: skip
         else:
             b_row, m_kv = _rows(
-                p_list, p_table, i_n, last, tail, tail_tokens, counted, BN, UNIT, PAGE
-            )
+                p_list, p_table, i_n, last, tail, tail_tokens, counted, seq_len, BN, UNIT, PAGE,
+                WINDOWS,
+            )  # fmt: skip
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
@@ -177,7 +193,7 @@ def merge_splits_kernel(
 
 def gathered_decode_attention_triton(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor, workspace: torch.Tensor,
+    out: torch.Tensor, windows: HeadWindows | None, workspace: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch :func:`attend_split_kernel` and, with several splits, :func:`merge_splits_kernel`.
 
@@ -196,8 +212,9 @@ def gathered_decode_attention_triton(
         )
     partial, lse = workspace[: partials * dim], workspace[partials * dim :]
     attend_split_kernel[(rows * heads, splits)](
-        q, kv.args, plan.args, lists.rows, lists.indices, lists.counts, lists.head_map, out,
-        partial, lse, q.stride(0), lists.capacity, softmax.scale_log2, softmax.logit_cap,
+        q, kv.args, plan.args, lists.rows, lists.indices, lists.counts, lists.head_map,
+        None if windows is None else windows.args, out, partial, lse, q.stride(0), lists.capacity,
+        softmax.scale_log2, softmax.logit_cap,
         H=heads, LISTS=lists.indices.shape[1], G=group, BG=max(16, next_power_of_2(group)), D=dim,
         PAGE=kv.page_size, UNIT=lists.unit, BN=tile, SPLITS=splits, HAS_CAP=softmax.logit_cap > 0,
         STAGES=stages, num_warps=warps, **overlapping(rows * heads),

@@ -5,12 +5,12 @@ import torch
 
 from ..common import accumulate_dtype
 from ..plan import DecodePlan
-from ..records import KVView, Lists, Softmax
+from ..records import HeadWindows, KVView, Lists, Softmax
 
 
 def gathered_decode_attention_reference(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor,
+    out: torch.Tensor, windows: HeadWindows | None = None,
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
     heads, group, unit = kv.num_heads, kv.group_of(q), lists.unit
@@ -34,6 +34,11 @@ def gathered_decode_attention_reference(
             in_list = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
             positions = torch.cat((selected.where(in_list, 0), positions), 1)
             visible = torch.cat((in_list, visible), 1)
+        if windows is not None and tail_start > 0:
+            window = windows.positions(seq_len).expand(heads, -1)
+            streams = (windows.streams != 0)[:, None]
+            positions = torch.cat((positions, window), 1)
+            visible = torch.cat((visible & ~streams, streams.expand_as(window)), 1)
         slots = kv.slots(row, positions)
         shown = visible[..., None]
         keys = kv.k[slots, head].to(acc).where(shown, 0)

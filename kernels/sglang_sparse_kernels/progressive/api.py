@@ -5,7 +5,7 @@ import torch
 
 from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from ..plan import DecodePlan
-from ..records import Always, KVView, Lists, Scores, Softmax
+from ..records import Always, HeadWindows, KVView, Lists, Scores, Softmax
 from .reference import (
     progressive_decode_attention_reference,
     rank_units_reference,
@@ -34,7 +34,8 @@ def rank_units(
     """Put selected units in the order in which they are attended to (PSA section 3.2, line 6).
 
     Units that are always selected come first, ascending; the others follow by score, and of equal
-    scores the lower index first. Rows with reselect 0 keep their lists.
+    scores the lower index first. Rows with reselect 0 keep their lists, and so does every list that
+    is not read.
 
     Args:
         scores: R rows, as :func:`sglang_sparse_kernels.select_topk` read them.
@@ -56,12 +57,12 @@ def rank_units(
     check_dtype("selected", selected, torch.int32)
     check_contiguous("selected", selected)
     if impl == "torch":
-        rank_units_reference(scores.values, plan, selected, ranking, always=always)
+        rank_units_reference(scores, plan, selected, ranking, always=always)
         return
     scores.check_triton()
     from .rank_kernel import rank_units_triton
 
-    rank_units_triton(scores.values, plan, selected, ranking, always=always)
+    rank_units_triton(scores, plan, selected, ranking, always=always)
 
 
 def residual_bounds(
@@ -89,7 +90,7 @@ def residual_bounds(
             unit may hold, for each query head (:func:`sglang_sparse_kernels.page_bounds`).
         scores: R rows, as :func:`rank_units` read them.
         plan: R rows; tail_start, k_units and reselect are read. Rows with reselect 0 stay as they
-            are.
+            are, and so do lists that are not read.
         ranking: from :func:`rank_units`.
         always: as there.
         microbatch: tokens between two stop checks.
@@ -116,7 +117,7 @@ def residual_bounds(
         raise ValueError(f"out holds {out.shape[3]} stop checks, these lists take {checks}")
     if impl == "torch":
         residual_bounds_reference(
-            bounds, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
+            bounds, scores, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
             margin=margin, out=out,
         )  # fmt: skip
         return
@@ -125,7 +126,7 @@ def residual_bounds(
     from .rank_kernel import residual_bounds_triton
 
     residual_bounds_triton(
-        bounds, scores.values, plan, ranking, always=always, microbatch=microbatch,
+        bounds, scores, plan, ranking, always=always, microbatch=microbatch,
         softmax=softmax, margin=margin, out=out,
     )  # fmt: skip
 
@@ -140,6 +141,7 @@ def progressive_decode_attention(
     *,
     softmax: Softmax,
     out: torch.Tensor | None,
+    windows: HeadWindows | None = None,
     workspace: ProgressiveWorkspace | None = None,
     impl: Impl,
 ) -> None:
@@ -155,7 +157,8 @@ def progressive_decode_attention(
     which never makes the share too large. The KV head stops at the first stop check at which the
     group's share is at least its row's epsilon, or at the end of its list. At epsilon 1 only the
     end of the list stops it. Units after the stop have no effect on the result. A row with k_units
-    0 has an empty list; with tail_start 0 it is dense.
+    0 has an empty list; with tail_start 0 it is dense. With ``windows`` a streaming head of a row
+    that selects attends to its sinks and window, is complete with that, and is not counted.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
@@ -168,6 +171,7 @@ def progressive_decode_attention(
         softmax: scale and cap of the logits.
         out: [R, H * G, D], q's dtype, contiguous; every entry is written. With None only the stops
             are found: V is not read, and no attention is computed.
+        windows: heads that read no list; None if every head reads one.
         workspace: at least R rows. Needed by "triton".
         impl: "triton" or "torch".
 
@@ -189,9 +193,11 @@ def progressive_decode_attention(
         check_dtype("counters", state.counters, torch.int64)
     if out is not None:
         check_shape("out", out, tuple(q.shape))
+    if windows is not None:
+        windows.check(heads)
     if impl == "torch":
         progressive_decode_attention_reference(
-            q, kv, plan, ranking, stop, state, softmax=softmax, out=out
+            q, kv, plan, ranking, stop, state, softmax=softmax, out=out, windows=windows
         )
         return
     kv.check_triton(q)
@@ -217,5 +223,6 @@ def progressive_decode_attention(
     from .kernel import progressive_decode_attention_triton
 
     progressive_decode_attention_triton(
-        q, kv, plan, ranking, stop, state, softmax=softmax, out=out, workspace=workspace
-    )
+        q, kv, plan, ranking, stop, state, softmax=softmax, out=out, windows=windows,
+        workspace=workspace,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
-from ..records import KVView, Lists, Softmax
+from ..records import HeadWindows, KVView, Lists, Softmax
 from ..triton_ops import begin, constants, overlapping
 from .finish_kernel import SLICES, Checks, Progress, progressive_finish_kernel
 from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
@@ -84,6 +84,7 @@ def progressive_attend_kernel(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     k_units,
@@ -104,8 +105,10 @@ def progressive_attend_kernel(
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(request_slots + o_r // L.H).to(tl.int64) * L.H + o_r % L.H
     b_expected = tl.maximum(tl.load(expected + i_e), 1)
-    b_candidates = candidate_units(k_units, rows.list_rows, ranked, o_r, ranking.capacity, L.H)
-    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, o_r // L.H, b_candidates, L)
+    b_candidates = candidate_units(
+        k_units, rows.list_rows, ranked, windows, o_r, ranking.capacity, L.H
+    )
+    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, windows, o_r, b_candidates, L)
     b_first_tiles, _, b_first_chunks, b_batches, b_all = chunk_plan(b_prologue, b_total, L)
     b_taken = tl.minimum(b_expected, b_batches)
     b_tiles = tl.minimum(b_first_tiles + b_taken * L.BATCH_TILES, b_all)
@@ -118,8 +121,9 @@ def progressive_attend_kernel(
         tl.store(attended + o_r, b_first_chunks + b_taken, mask=m_r)
         tl.store(candidates + o_r, b_candidates, mask=m_r)
     attend_split(
-        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, ranking, out, L, T
-    )
+        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, windows, ranking, out,
+        L, T,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -127,6 +131,7 @@ def progressive_extend_kernel(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     attended,
@@ -143,13 +148,13 @@ def progressive_extend_kernel(
     b_candidates = tl.load(candidates + o_r, mask=m_r, other=0)
     b_more = tl.load(extended + o_r, mask=m_r, other=0) - b_attended
     b_tiles = b_more * L.BATCH_TILES
-    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, ranking, out, L, T)
+    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, windows, ranking, out, L, T)
 
 
 def progressive_decode_attention_triton(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
     state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
-    workspace: ProgressiveWorkspace,
+    windows: HeadWindows | None, workspace: ProgressiveWorkspace,
 ) -> None:  # fmt: skip
     """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
     count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
@@ -168,13 +173,14 @@ def progressive_decode_attention_triton(
         BOUNDED=stop.residual is not None, MEAN=stop.share == "mean",
     )  # fmt: skip
     rows = Rows(plan.seq_lens, plan.tail_start, ranking.rows, always.sink, always.recent)
+    places = None if windows is None else windows.args
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
         Queries(q, q.stride(0), softmax.scale_log2, softmax.logit_cap),
-        kv.args, rows, Ranking(ranking.indices, ranking.capacity), chunks,
+        kv.args, rows, places, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
     check = (
-        rows, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
+        rows, places, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
         state.expected, plan.request_slots, stop.epsilons, stop.residual,
         0 if stop.residual is None else stop.residual.shape[3], out, state.counters,
     )  # fmt: skip

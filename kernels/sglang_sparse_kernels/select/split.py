@@ -158,6 +158,7 @@ def candidates_kernel(
     candidate_units,
     state,
     domain,
+    unread,
     list_rows,
     out_counts,
     width,
@@ -169,7 +170,7 @@ def candidates_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     # What the row's plan says is read at once, not one answer after the other.
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         if i_s == 0:
@@ -291,6 +292,7 @@ def winners_kernel(
     block_list,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -302,7 +304,7 @@ def winners_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     p_found = state + i_rh * S.COLUMNS + CANDIDATES
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     # [SPLITS]
     b_found = tl.load(p_found + tl.arange(0, P.SPLITS))
@@ -357,11 +359,12 @@ def split_topk_triton(
     found = (workspace.candidate_scores, workspace.candidate_units)
     # Programs of the first launch that came up while scores are being written would crowd.
     candidates_kernel[(rows * heads, splits)](
-        scores.values, scores.block_max, *found, workspace.state, domain, lists.rows, lists.counts,
-        width, scores.block_max.shape[2], **shapes, num_warps=CANDIDATES_WARPS,
+        scores.values, scores.block_max, *found, workspace.state, domain, scores.unread,
+        lists.rows, lists.counts, width, scores.block_max.shape[2],
+        **shapes, num_warps=CANDIDATES_WARPS,
     )  # fmt: skip
     winners_kernel[(rows * heads, splits)](
-        scores.values, *found, workspace.blocks, workspace.state, domain, lists.rows,
-        lists.indices, width, workspace.blocks.shape[2],
+        scores.values, *found, workspace.blocks, workspace.state, domain, scores.unread,
+        lists.rows, lists.indices, width, workspace.blocks.shape[2],
         **shapes, num_warps=WINNERS_WARPS, **overlapping(rows * heads),
     )  # fmt: skip

@@ -31,6 +31,8 @@ from .types import StepContext
 class PageScore:
     """Largest q.k over a cuboid of each logical page: its bounds, or its cuboid-mean digest.
 
+    Units of the step's lists may be several logical pages.
+
     Attributes:
         pages: cuboids of this layer's logical pages.
         reduce: how the query heads of a group are joined.
@@ -45,8 +47,9 @@ class PageScore:
         """Score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         page_minmax_score(
-            step.q, self.pages, step.plan, reduce=self.reduce, out=out, impl=step.impl
-        )
+            step.q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce, out=out,
+            impl=step.impl,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,10 @@ class BoundResidual:
         rows, stop = step.plan.num_rows, self.stop
         bounds = self.bounds[:rows]
         assert stop.residual is not None
-        page_bounds(step.q, self.pages, step.plan, out=bounds, impl=step.impl)
+        page_bounds(
+            step.q, self.pages, step.plan, unit=step.lists.unit, out=bounds,
+            unread=self.scores.unread, impl=step.impl,
+        )  # fmt: skip
         residual_bounds(
             bounds, self.scores.rows(rows), step.plan, replace(step.lists, counts=self.ranked),
             always=stop.always, microbatch=stop.microbatch, softmax=step.softmax,
@@ -180,7 +186,7 @@ class Attend:
         """Write the step's output."""
         gathered_decode_attention(
             step.q, step.kv, step.plan, step.lists, softmax=step.softmax, out=step.out,
-            workspace=self.workspace, impl=step.impl,
+            windows=step.windows, workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
 
@@ -219,7 +225,7 @@ class AttendUntil:
         progressive_decode_attention(
             step.q, step.kv, step.plan, replace(step.lists, counts=self.ranked), stop,
             StopState(step.lists.counts, self.expected, self.counters), softmax=step.softmax,
-            out=out, workspace=self.workspace, impl=step.impl,
+            out=out, windows=step.windows, workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 
 from ..common import Impl
 from ..plan import DecodePlan
-from ..records import KVView, Lists, Softmax
+from ..records import HeadWindows, KVView, Lists, Softmax
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class StepContext:
         out: [R, H * G, D] in q's dtype, contiguous; written by a stage that attends.
         impl: "triton" or "torch".
         rows: which rows of the batch these are, for state that follows the whole batch.
+        windows: KV heads of this layer that read no list; None if every head reads one.
     """
 
     q: torch.Tensor
@@ -35,6 +36,7 @@ class StepContext:
     out: torch.Tensor
     impl: Impl
     rows: slice = field(default_factory=lambda: slice(None))
+    windows: HeadWindows | None = None
 
 
 class Stage(Protocol):
