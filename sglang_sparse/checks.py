@@ -40,6 +40,8 @@ ATTENTION_RULES = (
     Rule("lora_paths", (None, [], {}), "LoRA graphs take the graph variant of sparse decode"),
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
     Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
+    Rule("speculative_adaptive", _OFF, "graphs are captured for one number of draft tokens"),
+    Rule("nnodes", (1, None), "ranks on several hosts are not tested"),
     Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("smg_grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("grpc_port", (None,), "its requests bypass the check of custom_params"),

@@ -31,6 +31,8 @@ class Facts:
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
         kv_bytes, state_bytes: device bytes of K and V; of lists, scores, plans and tables.
+        step_tokens: tokens that a step runs for each request: 1, or the drafts of a verification
+            and the token before them.
         decode_steps, prefill_batches: how many were planned, by variant.
         sglang, sglang_tested: the installed version and those that were tested.
     """
@@ -57,6 +59,7 @@ class Facts:
     plane_bytes: dict[str, int]
     kv_bytes: int
     state_bytes: int
+    step_tokens: int
     decode_steps: dict[Variant, int]
     prefill_batches: dict[Variant, int]
     sglang: str

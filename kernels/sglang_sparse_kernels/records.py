@@ -150,12 +150,16 @@ class HeadWindows:
         check_shape("streams", self.streams, (heads,))
         check_dtype("streams", self.streams, torch.int32)
 
-    def positions(self, length: int) -> torch.Tensor:
-        """int64, ascending: what a streaming head of a row of ``length`` tokens attends to."""
+    def positions(self, length: int, queries: int = 1) -> torch.Tensor:
+        """int64, ascending: what a streaming head of a row of ``length`` tokens attends to.
+
+        With several queries, of which the first one is the last of these tokens, what any of them
+        attends to.
+        """
         start = max(length - self.local, min(self.sink, length))
         device = self.streams.device
         sinks = torch.arange(min(self.sink, length), device=device)
-        return torch.cat((sinks, torch.arange(start, length, device=device)))
+        return torch.cat((sinks, torch.arange(start, length + queries - 1, device=device)))
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,7 @@ class Lists:
         rows: int32 [R], the list row of each row of the batch.
         unit: tokens a unit.
         head_map: int32 [H], the list that each KV head reads; its own if None.
+        windows: KV heads that read none, and what they attend to instead; None if all read one.
     """
 
     indices: torch.Tensor
@@ -194,11 +199,17 @@ class Lists:
     rows: torch.Tensor
     unit: int = 1
     head_map: torch.Tensor | None = None
+    windows: HeadWindows | None = None
 
     @property
     def capacity(self) -> int:
         """Units that a list holds."""
         return self.indices.shape[2]
+
+    @property
+    def window_args(self) -> "WindowArgs | None":
+        """The windows for kernels."""
+        return None if self.windows is None else self.windows.args
 
     def first(self, rows: int) -> "Lists":
         """A view of the first ``rows`` list rows, for lists that have one a row of the batch."""
@@ -224,6 +235,8 @@ class Lists:
         else:
             check_shape("head_map", self.head_map, (heads,))
             check_dtype("head_map", self.head_map, torch.int32)
+        if self.windows is not None:
+            self.windows.check(heads)
 
 
 @dataclass(frozen=True)
@@ -231,8 +244,8 @@ class Scores:
     """Scores of the units of a batch, and the largest of each block of them.
 
     A score operator writes both: NaN as -inf, +inf as the largest finite number. Scores from
-    elsewhere go through :func:`sglang_sparse_kernels.find_block_max` first. "torch" needs and
-    writes no block maxima.
+    elsewhere go through :func:`sglang_sparse_kernels.find_block_max` first. "cpu" and
+    "torch" need and write no block maxima.
 
     Attributes:
         values: float32 [R, lists, max_units] ("torch" also float64), contiguous.
@@ -262,6 +275,15 @@ class Scores:
         """int64, which lists are scored and selected, ascending."""
         lists = torch.arange(self.values.shape[1], device=self.values.device)
         return lists if self.unread is None else lists[self.unread == 0]
+
+    def write(self, row: int, scores: torch.Tensor, start: int = 0) -> None:
+        """Store ``scores`` [lists, n] of a row from unit ``start`` on, of lists that are read."""
+        units = slice(start, start + scores.shape[1])
+        if self.unread is None:
+            self.values[row, :, units] = scores
+        else:
+            read = self.read
+            self.values[row, read, units] = scores[read].to(self.values.dtype)
 
     def check_triton(self) -> None:
         """Raise ValueError unless kernels can read and write these."""

@@ -176,22 +176,22 @@ def is_read(unread, i_list):
 
 @triton.jit
 def head_tail(windows, streams, seq_len, tail):
-    """(where the tail of a KV head starts, its tokens); ``tail`` is where the plan's starts.
+    """(where the tail of a KV head starts, sinks behind it); ``tail`` is where the plan's starts.
 
-    Of a head that ``streams`` it is the window, and the sinks follow as if positions went on after
-    the row's end (:func:`tail_positions`).
+    Of a head that ``streams`` the tail is the window, and the sinks follow as if positions went on
+    after the row's end (:func:`tail_positions`).
     """
     sink = tl.minimum(windows.sink, seq_len)
     start = tl.where(streams, tl.maximum(seq_len - windows.local, sink), tail)
-    return start, seq_len - start + tl.where(streams, sink, 0)
+    return start, tl.where(streams, sink, 0)
 
 
 @triton.jit
-def tail_positions(tail, o_n, seq_len, WINDOWS: tl.constexpr):
-    """Positions of the ``o_n``-th tokens of a tail; with ``WINDOWS`` sinks follow the row's end."""
+def tail_positions(tail, o_n, end, WINDOWS: tl.constexpr):
+    """Positions of the ``o_n``-th tokens of a tail; with ``WINDOWS`` sinks follow its ``end``."""
     b_pos = tail + o_n
     if WINDOWS:
-        b_pos = tl.where(b_pos >= seq_len, b_pos - seq_len, b_pos)
+        b_pos = tl.where(b_pos >= end, b_pos - end, b_pos)
     return b_pos
 
 

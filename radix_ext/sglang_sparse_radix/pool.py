@@ -234,7 +234,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         )
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> NoReturn:
-        """Refused: rows would move without their planes (speculative decoding)."""
+        """Refused: rows would move without their planes (trees of draft tokens)."""
         self._refuse("moving KV rows (move_kv_cache)", "start without --speculative-algorithm")
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -275,8 +275,8 @@ def bind_pool_class(spec: PlaneSpec, impl: Impl) -> type[SparseMHATokenToKVPool]
 
     Args:
         spec: the planes to keep.
-        impl: `"triton"` or `"torch"`, passed to the plane-update kernel; one never falls back to
-            the other.
+        impl: `"triton"`, `"cpu"` or `"torch"`, passed to the plane-update kernel; none falls back
+            to another.
 
     Raises:
         ValueError: unknown `impl`.

@@ -62,14 +62,14 @@ RULES: tuple[Rule, ...] = (
         "KV offloaded to the host has no planes",
     ),
     Rule(
-        "speculative_algorithm",
-        (None,),
-        "rejected draft tokens cannot be taken out of the planes yet",
+        "speculative_eagle_topk",
+        (1, None),
+        "accepted rows of a tree of drafts are moved, and planes do not follow",
     ),
     Rule(
         "decoupled_spec_role",
         ("null", None),
-        "rejected draft tokens cannot be taken out of the planes yet",
+        "draft tokens that come from another server are not tested with planes",
     ),
     Rule("dllm_algorithm", (None,), "diffusion models rewrite KV rows that the planes cover"),
     Rule("dcp_size", (1, None), "decode context parallelism spreads a page over ranks"),

@@ -6,11 +6,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang_sparse.backend.attention import SparseAttentionBackend
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 
-def create_backend(runner: Any) -> SparseAttentionBackend:
-    """Factory for SGLang's attention registry; ``runner`` is a ``ModelRunner``."""
+def create_backend(runner: Any) -> AttentionBackend:
+    """Factory for SGLang's attention registry; ``runner`` is a ``ModelRunner``.
+
+    A draft model attends densely: its KV has no planes.
+    """
+    if runner.is_draft_worker:
+        from sglang_sparse.backend.inner import dense_backend
+
+        return dense_backend(runner)
     from sglang_sparse.backend.attention import SparseAttentionBackend
 
     return SparseAttentionBackend(runner)

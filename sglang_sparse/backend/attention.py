@@ -29,6 +29,7 @@ from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.backend.runner import check_runner, heads_of, launch_of_runner
+from sglang_sparse.backend.verify import as_extend, most_queries
 from sglang_sparse.checks import check_keywords
 from sglang_sparse.choices.build import Columns, LayerProgram
 from sglang_sparse.choices.telemetry import LayerCounters
@@ -83,7 +84,13 @@ class SparseAttentionBackend(AttentionBackend):
         self._heads = heads
         self.requests = RequestTable(config, columns)
         self._build = build = allocate(
-            config, pool, heads, columns, max_context=table.shape[1], impl=impl
+            config,
+            pool,
+            heads,
+            columns,
+            max_context=table.shape[1],
+            impl=impl,
+            queries=most_queries(runner.server_args, heads),
         )
         score, budget = config.score.build(build), config.budget.build(build, config.score)
         self._programs = compile_programs(
@@ -133,7 +140,7 @@ class SparseAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Eager entry: plan a decode batch, or note what a prefill batch will write."""
-        if forward_batch.forward_mode.is_decode_or_idle():
+        if _decodes(forward_batch):
             self._inner.variant = self.decode.choose(forward_batch)
             self.decode.plan_batch(forward_batch, graph=False)
         else:
@@ -145,7 +152,7 @@ class SparseAttentionBackend(AttentionBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Graph entry: choose the graph and fill the plan that it reads."""
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        if not _decodes(forward_batch):
             raise RuntimeError("prefill is captured whole; check_resolved should have refused it")
         self._inner.variant = (
             compat.current().variant_being_captured()
@@ -193,10 +200,7 @@ class SparseAttentionBackend(AttentionBackend):
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
-            plan = self.decode.plan
-            self.token_to_kv_pool.update_planes(
-                plan.page_table, plan.update_start, plan.seq_lens, max_new_tokens=1
-            )
+            self.decode.update_planes()
         return out
 
     def forward_extend(
@@ -210,6 +214,8 @@ class SparseAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         check_keywords(layer, kwargs)
+        if forward_batch.forward_mode.is_target_verify():
+            return self._verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sparse = self.extend.batch is not None
         program = self._programs.get(layer.layer_id) if sparse else None
         if program is not None and program.attends:
@@ -223,6 +229,34 @@ class SparseAttentionBackend(AttentionBackend):
                 self._run(self.extend.run, program, q, layer)
         if layer.layer_id == self._last_layer:
             self.extend.update_planes()
+        return out
+
+    def _verify(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run chains of draft tokens, each behind the last token of its request."""
+        program = self._programs.get(layer.layer_id) if self.variant == "sparse" else None
+        if program is not None and program.attends:
+            self._write(layer, forward_batch, k, v, save_kv_cache)
+            out = self._run(self.decode.run, program, q, layer)
+        else:
+            batch = forward_batch
+            if self._inner.name == "torch_native":
+                batch = as_extend(batch, self.decode.queries)
+            out = self._inner.current.forward_extend(
+                q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+            if program is not None:
+                self._run(self.decode.run, program, q, layer)
+        if layer.layer_id == self._last_layer:
+            self.decode.update_planes()
         return out
 
     def _write(
@@ -284,3 +318,9 @@ class SparseAttentionBackend(AttentionBackend):
             "progress": None if reached is None else {str(id): reached[id] for id in reached},
             "fidelity": None if self._probe is None else self._probe.report(),
         }
+
+
+def _decodes(forward_batch: ForwardBatch) -> bool:
+    """Whether a batch decodes, or verifies what was drafted for it."""
+    mode = forward_batch.forward_mode
+    return bool(mode.is_decode_or_idle() or mode.is_target_verify())

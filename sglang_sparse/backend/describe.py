@@ -73,6 +73,7 @@ def gather_facts(
         plane_bytes={name: plane.nbytes for name, plane in pool.planes.tensors().items()},
         kv_bytes=sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         state_bytes=build.nbytes() + decode.nbytes(),
+        step_tokens=build.limits.queries,
         decode_steps={**decode.planned},
         prefill_batches={**extend.planned},
         sglang=compat.sglang_version(),

@@ -62,7 +62,10 @@ class FidelityProbe:
         return cls()
 
     def observe(self, layer: int, step: StepContext) -> None:
-        """Compare one step of one layer, whose stages have run, with dense attention."""
+        """Compare one step of one layer, whose stages have run, with dense attention.
+
+        Of the queries of a verification, the first one's.
+        """
         plan, kv, lists = step.plan, step.kv, step.lists
         rows = (plan.k_units > 0).nonzero().flatten().tolist()
         if not rows:
@@ -72,17 +75,18 @@ class FidelityProbe:
             indices, counts = lists.indices[:, heads], lists.counts[:, heads]
             lists = replace(lists, indices=indices, counts=counts, head_map=None)
         sums = self._layers.setdefault(layer, _Sums())
-        q, out = step.q.float(), step.out
+        q, out = step.first_q.float(), step.out[:: step.queries]
         kv = replace(kv, k=kv.k.float(), v=kv.v.float())
-        exact, listed = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab")
-        windows = step.windows
+        exact, over_list = (
+            torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab"
+        )
+        windows = lists.windows
         attend = partial(
-            gathered_decode_attention, q, kv, lists=lists, softmax=step.softmax, windows=windows,
-            impl="torch",
-        )  # fmt: skip
+            gathered_decode_attention, q, kv, lists=lists, softmax=step.softmax, impl="torch"
+        )
         nothing = torch.zeros_like(plan.k_units)
         attend(plan=replace(plan, k_units=nothing, tail_start=nothing), out=exact)
-        attend(plan=plan, out=listed)
+        attend(plan=plan, out=over_list)
         for row in rows:
             length, tail = int(plan.seq_lens[row]), int(plan.tail_start[row])
             keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))]
@@ -109,7 +113,7 @@ class FidelityProbe:
                 )
                 scale = exact[row, group].norm()
                 sums.output_error += float((out[row, group] - exact[row, group]).norm() / scale)
-                error = (out[row, group] - listed[row, group]).norm() / scale
+                error = (out[row, group] - over_list[row, group]).norm() / scale
                 sums.kernel_error = max(sums.kernel_error, float(error))
             sums.pairs += kv.num_heads
 

@@ -104,9 +104,11 @@ class RequestTable:
 
 def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
     """AFTER hook on ``ForwardBatch.init_new``: the last place that sees the batch's requests."""
-    if launch_of(model_runner.server_args) is not None and batch.reqs:
+    sparse = launch_of(model_runner.server_args) is not None and not model_runner.is_draft_worker
+    if sparse and batch.reqs:
         table: RequestTable = model_runner.attn_backend.requests
-        if result.forward_mode.is_decode_or_idle():
+        mode = result.forward_mode
+        if mode.is_decode_or_idle() or mode.is_target_verify():
             table.expect(batch.reqs)
         else:
             table.admit(batch.reqs, result.req_pool_indices)

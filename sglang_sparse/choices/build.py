@@ -39,12 +39,14 @@ class Limits:
         capacity_units: units that a list holds.
         rows_a_pass: rows scored and attended together.
         lists: lists a layer: KV heads, or 1 if they share one.
+        queries: most tokens that a step runs for one request: 1, or a verification's.
     """
 
     max_units: int
     capacity_units: int
     rows_a_pass: int
     lists: int
+    queries: int = 1
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,9 @@ class Build:
             topk=make_topk_workspace(
                 rows, limits.lists, limits.max_units, limits.capacity_units, device
             ),
-            attention=make_workspace(rows, query_heads, pool.head_num, pool.head_dim, device),
+            attention=make_workspace(
+                rows, query_heads, pool.head_num, pool.head_dim, device, queries=limits.queries
+            ),
         )  # fmt: skip
 
     @property
@@ -247,7 +251,7 @@ class LayerProgram:
 
     def read(self, rows: torch.Tensor, unit: int) -> Lists:
         """The layer's lists, as rows of a batch write and read them."""
-        return Lists(self.indices, self.counts, rows, unit, self.head_map)
+        return Lists(self.indices, self.counts, rows, unit, self.head_map, self.windows)
 
 
 def tensor_bytes(value: object) -> int:

@@ -180,9 +180,11 @@ class BudgetChoice(Choice, ABC):
         key: the key that a request's budget replaces.
         list_key: the key that says how many tokens a list holds at least.
         stops_by_attending: how long a list is shows when its own head attends to it.
+        verifies: draft tokens may share a list that it fills.
     """
 
     kind: str
+    verifies: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
     stops_by_attending: ClassVar[bool] = False

@@ -55,6 +55,10 @@ class SGLangVersion(Protocol):
         """A file of SGLang's package that came with what the version does differently."""
 
     @property
+    def SPECULATIVE(self) -> tuple[str, ...]:
+        """Names of the speculative algorithms that are supported."""
+
+    @property
     def CPU_PLATFORM(self) -> str:
         """Dotted name of the platform class that serves where no accelerator is."""
 
@@ -72,3 +76,6 @@ class SGLangVersion(Protocol):
 
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
+
+    def prepare_ngram_worker(self) -> None:
+        """Make SGLang's n-gram worker importable; only where NGRAM is supported."""

@@ -45,6 +45,12 @@ WHOLE_MASS = {
     "cadence": {"every": 4},
 }
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
+CHAINS = [
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+]
+# SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
+COMPILER = {"CXX": "c++ -include cstddef"}
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
@@ -126,6 +132,28 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
+    # Chains of draft tokens; a cadence and a refresh that verification does not wait for.
+    "page_minmax-chains": (
+        [
+            *SPARSE,
+            "page_minmax",
+            *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
+            *CHAINS,
+            *("--enable-metrics", "--disable-cuda-graph"),
+        ],
+        COMPILER | {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    "sparcas-chains": (
+        [
+            *SPARSE,
+            "sparcas",
+            *("--sparse-config", json.dumps(CHOOSY | KEPT)),
+            *CHAINS,
+            *("--chunked-prefill-size", "1024"),
+            *("--max-total-tokens", "8192"),
+        ],
+        COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
+    ),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
         [
@@ -193,7 +221,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "lserve"),
+    *("ranks", "kascade", "speculation", "lserve"),
 )
 
 

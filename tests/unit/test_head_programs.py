@@ -139,7 +139,7 @@ class Layers:
         step = StepContext(
             q=q, kv=program.kv(self.plan.page_table, PAGE), plan=self.plan,
             lists=program.read(self.build.lists.rows_of(self.plan), self.config.unit),
-            softmax=Softmax(DIM**-0.5), out=out, impl="torch", windows=program.windows,
+            softmax=Softmax(DIM**-0.5), out=out, impl="torch",
         )  # fmt: skip
         decode_step(program.stages, step)
         return out.view(len(LENGTHS), HEADS, GROUP, DIM)

@@ -5,15 +5,15 @@ import torch
 
 from ..common import accumulate_dtype
 from ..plan import DecodePlan
-from ..records import HeadWindows, KVView, Lists, Softmax
+from ..records import KVView, Lists, Softmax
 
 
 def gathered_decode_attention_reference(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor, windows: HeadWindows | None = None,
+    out: torch.Tensor, queries: int,
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
-    heads, group, unit = kv.num_heads, kv.group_of(q), lists.unit
+    heads, group, unit, windows = kv.num_heads, kv.group_of(q), lists.unit, lists.windows
     acc = accumulate_dtype(q.dtype)
     device = q.device
     head = torch.arange(heads, device=device)[:, None]
@@ -22,20 +22,21 @@ def gathered_decode_attention_reference(
     for row in range(plan.num_rows):
         seq_len = int(plan.seq_lens[row])
         tail_start = int(plan.tail_start[row])
-        positions = torch.arange(tail_start, seq_len, device=device).expand(heads, -1)
+        last = torch.arange(seq_len - 1, seq_len - 1 + queries, device=device)
+        positions = torch.arange(tail_start, seq_len - 1 + queries, device=device).expand(heads, -1)
         visible = torch.ones_like(positions, dtype=torch.bool)
         if plan.k_units[row] > 0:
             list_row = int(lists.rows[row])
-            listed = min(int(plan.k_units[row]), lists.capacity)
-            units = lists.indices[list_row, mapped, :listed].long()
+            num_units = min(int(plan.k_units[row]), lists.capacity)
+            units = lists.indices[list_row, mapped, :num_units].long()
             counts = lists.counts[list_row, mapped][:, None]
-            in_list = torch.arange(listed, device=device) < counts
+            in_list = torch.arange(num_units, device=device) < counts
             selected = (units[..., None] * unit + within).flatten(1)
             in_list = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
             positions = torch.cat((selected.where(in_list, 0), positions), 1)
             visible = torch.cat((in_list, visible), 1)
         if windows is not None and tail_start > 0:
-            window = windows.positions(seq_len).expand(heads, -1)
+            window = windows.positions(seq_len, queries).expand(heads, -1)
             streams = (windows.streams != 0)[:, None]
             positions = torch.cat((positions, window), 1)
             visible = torch.cat((visible & ~streams, streams.expand_as(window)), 1)
@@ -43,8 +44,13 @@ def gathered_decode_attention_reference(
         shown = visible[..., None]
         keys = kv.k[slots, head].to(acc).where(shown, 0)
         values = kv.v[slots, head].to(acc).where(shown, 0)
-        query = q[row].view(heads, group, -1).to(acc)
-        logits = softmax.logits(torch.einsum("hgd,hnd->hgn", query, keys))
-        logits = logits.masked_fill(~visible[:, None], float("-inf"))
-        result = torch.einsum("hgn,hnd->hgd", logits.softmax(-1), values)
-        out[row] = result.reshape(heads * group, -1).to(out.dtype)
+        tokens = slice(row * queries, (row + 1) * queries)
+        query = q[tokens].reshape(queries, heads, group, -1).to(acc)
+        logits = softmax.logits(torch.einsum("qhgd,hnd->qhgn", query, keys))
+        seen = visible & (positions <= last[:, None, None])  # [queries, heads, positions]
+        if windows is not None and tail_start > 0:
+            recent = positions > last[:, None, None] - windows.local
+            seen &= recent | (positions < windows.sink) | ~streams
+        logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
+        result = torch.einsum("qhgn,hnd->qhgd", logits.softmax(-1), values)
+        out[tokens] = result.reshape(queries, heads * group, -1).to(out.dtype)

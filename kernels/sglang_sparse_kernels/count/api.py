@@ -50,7 +50,7 @@ def count_decode(
         unit: tokens a selection unit.
         capacity_units: units a list holds.
         window: tokens of the sinks and the window of a streaming head.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a number out of range.
@@ -66,7 +66,7 @@ def count_decode(
     for name, value in {"unit": unit, "capacity_units": capacity_units}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if impl == "torch":
+    if impl != "triton":
         count_decode_reference(
             plan, budgets, sums, unit=unit, capacity_units=capacity_units, window=window
         )

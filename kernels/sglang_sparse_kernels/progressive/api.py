@@ -5,7 +5,7 @@ import torch
 
 from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from ..plan import DecodePlan
-from ..records import Always, HeadWindows, KVView, Lists, Scores, Softmax
+from ..records import Always, KVView, Lists, Scores, Softmax
 from .reference import (
     progressive_decode_attention_reference,
     rank_units_reference,
@@ -44,7 +44,7 @@ def rank_units(
             r, ascending, with the same arguments.
         ranking: lists of the batch's rows are rewritten.
         always: tokens that are selected whatever their scores.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
@@ -56,7 +56,7 @@ def rank_units(
     check_shape("selected", selected, (rows, heads, ranking.capacity))
     check_dtype("selected", selected, torch.int32)
     check_contiguous("selected", selected)
-    if impl == "torch":
+    if impl != "triton":
         rank_units_reference(scores, plan, selected, ranking, always=always)
         return
     scores.check_triton()
@@ -98,7 +98,7 @@ def residual_bounds(
         margin: nats to take off, at least 0.
         out: [R, H, G, checks], contiguous, bounds' dtype: log2 of the bound, in the scale of
             exp(logit); at least ``num_stop_checks`` of them.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a number out of range.
@@ -115,7 +115,7 @@ def residual_bounds(
     checks = num_stop_checks(ranking.capacity, ranking.unit, microbatch)
     if out.shape[3] < checks:
         raise ValueError(f"out holds {out.shape[3]} stop checks, these lists take {checks}")
-    if impl == "torch":
+    if impl != "triton":
         residual_bounds_reference(
             bounds, scores, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
             margin=margin, out=out,
@@ -141,7 +141,6 @@ def progressive_decode_attention(
     *,
     softmax: Softmax,
     out: torch.Tensor | None,
-    windows: HeadWindows | None = None,
     workspace: ProgressiveWorkspace | None = None,
     impl: Impl,
 ) -> None:
@@ -157,8 +156,9 @@ def progressive_decode_attention(
     which never makes the share too large. The KV head stops at the first stop check at which the
     group's share is at least its row's epsilon, or at the end of its list. At epsilon 1 only the
     end of the list stops it. Units after the stop have no effect on the result. A row with k_units
-    0 has an empty list; with tail_start 0 it is dense. With ``windows`` a streaming head of a row
-    that selects attends to its sinks and window, is complete with that, and is not counted.
+    0 has an empty list; with tail_start 0 it is dense. A streaming head of the ranking's
+    ``windows`` in a row that selects attends to its sinks and window, is complete with that, and is
+    not counted.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
@@ -171,9 +171,8 @@ def progressive_decode_attention(
         softmax: scale and cap of the logits.
         out: [R, H * G, D], q's dtype, contiguous; every entry is written. With None only the stops
             are found: V is not read, and no attention is computed.
-        windows: heads that read no list; None if every head reads one.
         workspace: at least R rows. Needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or share, a wrong dtype or shape, a number out of range,
@@ -193,11 +192,9 @@ def progressive_decode_attention(
         check_dtype("counters", state.counters, torch.int64)
     if out is not None:
         check_shape("out", out, tuple(q.shape))
-    if windows is not None:
-        windows.check(heads)
-    if impl == "torch":
+    if impl != "triton":
         progressive_decode_attention_reference(
-            q, kv, plan, ranking, stop, state, softmax=softmax, out=out, windows=windows
+            q, kv, plan, ranking, stop, state, softmax=softmax, out=out
         )
         return
     kv.check_triton(q)
@@ -223,6 +220,5 @@ def progressive_decode_attention(
     from .kernel import progressive_decode_attention_triton
 
     progressive_decode_attention_triton(
-        q, kv, plan, ranking, stop, state, softmax=softmax, out=out, windows=windows,
-        workspace=workspace,
-    )  # fmt: skip
+        q, kv, plan, ranking, stop, state, softmax=softmax, out=out, workspace=workspace
+    )

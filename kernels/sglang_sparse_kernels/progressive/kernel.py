@@ -25,7 +25,7 @@ import triton.language as tl
 from ..common import next_power_of_2
 from ..device import programs_to_fill
 from ..plan import DecodePlan
-from ..records import HeadWindows, KVView, Lists, Softmax
+from ..records import KVView, Lists, Softmax
 from ..triton_ops import begin, constants, overlapping
 from .finish_kernel import SLICES, Checks, Progress, progressive_finish_kernel
 from .types import MAX_PROLOGUE_CHUNKS, MassStop, ProgressiveWorkspace, StopState
@@ -154,7 +154,7 @@ def progressive_extend_kernel(
 def progressive_decode_attention_triton(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
     state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
-    windows: HeadWindows | None, workspace: ProgressiveWorkspace,
+    workspace: ProgressiveWorkspace,
 ) -> None:  # fmt: skip
     """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
     count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
@@ -173,15 +173,15 @@ def progressive_decode_attention_triton(
         BOUNDED=stop.residual is not None, MEAN=stop.share == "mean",
     )  # fmt: skip
     rows = Rows(plan.seq_lens, plan.tail_start, ranking.rows, always.sink, always.recent)
-    places = None if windows is None else windows.args
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
         Queries(q, q.stride(0), softmax.scale_log2, softmax.logit_cap),
-        kv.args, rows, places, Ranking(ranking.indices, ranking.capacity), chunks,
+        kv.args, rows, ranking.window_args, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
+    progress = Progress(w.attended, w.extended, w.stop, w.candidates)
     check = (
-        rows, places, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
-        state.expected, plan.request_slots, stop.epsilons, stop.residual,
+        rows, ranking.window_args, chunks, progress, state.reached, state.expected,
+        plan.request_slots, stop.epsilons, stop.residual,
         0 if stop.residual is None else stop.residual.shape[3], out, state.counters,
     )  # fmt: skip
     slices = 0 if out is None else dim // CHANNELS

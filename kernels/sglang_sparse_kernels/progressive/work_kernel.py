@@ -112,7 +112,8 @@ def row_plan(rows, windows, i_rh, candidates, L: tl.constexpr):
     tail, tail_tokens = planned, seq_len - planned
     if windows is not None:
         streams = (tl.load(windows.streams + i_rh % L.H) != 0) & (planned > 0)
-        tail, tail_tokens = head_tail(windows, streams, seq_len, planned)
+        tail, sinks = head_tail(windows, streams, seq_len, planned)
+        tail_tokens = seq_len - tail + sinks
     _, _, forced = forced_range(planned, rows.sink, rows.recent, L.UNIT)
     first_units = tl.minimum(prologue_units(forced, L.BN * L.BATCH_TILES // L.UNIT), candidates)
     prologue = tail_tokens + first_units * L.UNIT
@@ -322,7 +323,7 @@ def attend_split(
                 0,
                 _add_five,
             )
-            until = tl.minimum(end, row_end)
+            stop_at = tl.minimum(end, row_end)
             i_l = tl.load(rows.list_rows + i_rh // L.H).to(tl.int64) * L.H + i_rh % L.H
             tail, tail_tokens, prologue, total, _units, _first_units, forced = row_plan(
                 rows, windows, i_rh, candidates, L
@@ -332,7 +333,7 @@ def attend_split(
             later = first_tiles + (attended - first_chunks) * L.BATCH_TILES
             begin = tl.where(attended > 0, later, 0)
             first = begin + tl.maximum(at - row_first - T.ROW_COST, 0)
-            last = begin + tl.maximum(until - row_first - T.ROW_COST, 0)
+            last = begin + tl.maximum(stop_at - row_first - T.ROW_COST, 0)
             if first < last:
                 first = _next_chunk(first, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
                 last = _next_chunk(last, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
@@ -340,4 +341,4 @@ def attend_split(
                     queries, kv, ranking, out, i_rh, i_l, first, last, tail, tail_tokens, seq_len,
                     prologue, total, forced, L, T, windows is not None,
                 )  # fmt: skip
-            at = until
+            at = stop_at

@@ -44,7 +44,7 @@ def page_minmax_score_kernel(
     PAGE: tl.constexpr,
     LOGICAL: tl.constexpr,
     JOINED: tl.constexpr,
-    BU: tl.constexpr,
+    BT: tl.constexpr,
     BLOCK: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
@@ -56,7 +56,7 @@ def page_minmax_score_kernel(
     n = tl.cdiv(tokens, LOGICAL)
     if scored & sparse & is_read(unread, i_h):
         PER_PAGE: tl.constexpr = PAGE // LOGICAL
-        BJ: tl.constexpr = BU // JOINED
+        BJ: tl.constexpr = BT // JOINED
         units = tl.cdiv(tokens, LOGICAL * JOINED)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = o_d < D
@@ -68,8 +68,8 @@ def page_minmax_score_kernel(
         b_down = tl.minimum(b_q.to(tl.float32), 0.0).to(b_q.dtype)
         base = tl.program_id(0).to(tl.int64)
         p_table = page_table + i_r.to(tl.int64) * stride_table
-        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BU), tl.num_programs(1)):
-            o_u = i_t * BU + tl.arange(0, BU)
+        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
+            o_u = i_t * BT + tl.arange(0, BT)
             m_u = o_u < n
             # [BU]
             b_entry = slots_of(p_table, o_u, m_u, PER_PAGE).to(tl.int64)
@@ -80,7 +80,7 @@ def page_minmax_score_kernel(
             # [BU, BD]
             b_min = tl.load(page_min + o_e, mask=m_e, other=0.0)
             # [BU, BG]
-            b_a = dot(b_max, b_up, tl.zeros((BU, BG), tl.float32))
+            b_a = dot(b_max, b_up, tl.zeros((BT, BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)
             if REDUCE == "none":
                 if JOINED > 1:
@@ -130,7 +130,7 @@ def page_minmax_score_triton(
         unread, out, block_max, q.stride(0), plan.page_table.stride(0), out.shape[-1],
         0 if block_max is None else block_max.shape[2],
         H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, BD=next_power_of_2(dim),
-        PAGE=pages.page_size, LOGICAL=pages.unit, JOINED=joined, BU=MINMAX_TILE_UNITS,
+        PAGE=pages.page_size, LOGICAL=pages.unit, JOINED=joined, BT=MINMAX_TILE_UNITS,
         BLOCK=BLOCK_UNITS, REDUCE=reduce or "none", num_warps=MINMAX_WARPS,
         **overlapping(rows * heads),
     )  # fmt: skip

@@ -24,12 +24,6 @@ def select_channels_reference(
     channels[plan.request_slots[rows].long()[:, None], read] = chosen
 
 
-def _write(out: Scores, row: int, scores: torch.Tensor) -> None:
-    """Store the scores [lists, n] of a row's lists that are read."""
-    read = out.read
-    out.values[row, read, : scores.shape[1]] = rankable(scores[read], out.values.dtype)
-
-
 def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
     """[H, G, n] -> [H, n]."""
     return scores.amax(1) if reduce == "max" else scores.sum(1)
@@ -65,7 +59,7 @@ def sketch_score_reference(
         if sketch.scale is not None:
             partial = partial * sketch.scale[pages].to(acc).permute(1, 0, 2)[:, None]
         scores = _reduce_group(partial.flatten(2), reduce)
-        _write(out, row, scores[:, :tokens])
+        out.write(row, rankable(scores[:, :tokens], out.values.dtype))
 
 
 def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int) -> torch.Tensor:
@@ -84,8 +78,10 @@ def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int
     return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), pages.low[entries].to(acc))
 
 
-def _joined(scores: torch.Tensor, pages: int) -> torch.Tensor:
+def joined(scores: torch.Tensor, pages: int) -> torch.Tensor:
     """[..., n] -> [..., ceil(n / pages)]: the largest of so many neighbours."""
+    if pages == 1:
+        return scores
     padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % pages), value=-torch.inf)
     return padded.unflatten(-1, (-1, pages)).amax(-1)
 
@@ -101,7 +97,7 @@ def page_bounds_reference(
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_bounds`."""
     for row in scored_rows(plan):
-        bound = _joined(_page_bounds(q, pages, plan, row), unit // pages.unit).to(out.dtype)
+        bound = joined(_page_bounds(q, pages, plan, row), unit // pages.unit).to(out.dtype)
         own = out[row, :, :, : bound.shape[-1]]
         own.copy_(bound if unread is None else bound.where(unread[:, None, None] == 0, own))
 
@@ -118,4 +114,4 @@ def page_minmax_score_reference(
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
     for row in scored_rows(plan):
         scores = _reduce_group(_page_bounds(q, pages, plan, row), reduce)
-        _write(out, row, _joined(rankable(scores, scores.dtype), unit // pages.unit))
+        out.write(row, joined(rankable(scores, out.values.dtype), unit // pages.unit))

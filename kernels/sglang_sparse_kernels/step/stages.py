@@ -47,7 +47,7 @@ class PageScore:
         """Score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         page_minmax_score(
-            step.q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce, out=out,
+            step.first_q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce, out=out,
             impl=step.impl,
         )  # fmt: skip
 
@@ -72,7 +72,7 @@ class SketchScore:
         """Choose the channels that are due, and score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         sketch_score(
-            step.q, self.channels, self.sketch, step.plan, reduce=self.reduce, out=out,
+            step.first_q, self.channels, self.sketch, step.plan, reduce=self.reduce, out=out,
             choose_channels=True, impl=step.impl,
         )  # fmt: skip
 
@@ -94,7 +94,7 @@ class ExactScore:
     def run(self, step: StepContext) -> None:
         """Score the rows that select anew."""
         exact_score(
-            step.q, step.kv, step.plan, softmax=step.softmax, pool=self.pool,
+            step.first_q, step.kv, step.plan, softmax=step.softmax, pool=self.pool,
             out=self.scores.rows(step.plan.num_rows), workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
@@ -186,7 +186,7 @@ class Attend:
         """Write the step's output."""
         gathered_decode_attention(
             step.q, step.kv, step.plan, step.lists, softmax=step.softmax, out=step.out,
-            windows=step.windows, workspace=self.workspace, impl=step.impl,
+            workspace=self.workspace, queries=step.queries, impl=step.impl,
         )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ class AttendUntil:
         progressive_decode_attention(
             step.q, step.kv, step.plan, replace(step.lists, counts=self.ranked), stop,
             StopState(step.lists.counts, self.expected, self.counters), softmax=step.softmax,
-            out=out, windows=step.windows, workspace=self.workspace, impl=step.impl,
+            out=out, workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
 

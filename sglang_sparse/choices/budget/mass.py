@@ -35,6 +35,7 @@ class MassBudget(BudgetChoice):
     key: ClassVar[str] = "epsilon"
     list_key: ClassVar[str] = "cap"
     stops_by_attending: ClassVar[bool] = True
+    verifies: ClassVar[bool] = False  # where a row stops follows from one query
 
     kind: Literal["mass"] = "mass"
     epsilon: float = Field(
@@ -258,6 +259,6 @@ class MassRun:
             pages = build.cuboids(layer, plane)
             margin = self._choice.margin
             stages.append(BoundResidual(pages, scores, margin, ranked, self._cuboid_bounds, stop))
-        until = AttendUntil if attends else FindStop
-        stages.append(until(stop, ranked, expected, self.counters.row(layer), self._workspace))
+        last_stage = AttendUntil if attends else FindStop
+        stages.append(last_stage(stop, ranked, expected, self.counters.row(layer), self._workspace))
         return stages

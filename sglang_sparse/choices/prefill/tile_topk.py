@@ -63,12 +63,12 @@ class TilePrefill(PrefillChoice):
                 allowed=f"prefill.kind {self.kind} with score exact or key_sketch",
                 remedy="set prefill.kind to dense, or choose another score",
             )
-        least = point.sink_tokens + point.recent_tokens + 1
-        if self.floor < least:
+        smallest = point.sink_tokens + point.recent_tokens + 1
+        if self.floor < smallest:
             raise InvalidConfig(
                 f"prefill.floor {self.floor} cannot hold sink_tokens {point.sink_tokens}, "
                 f"recent_tokens {point.recent_tokens} and one token more",
-                allowed=f"prefill.floor of at least {least}",
+                allowed=f"prefill.floor of at least {smallest}",
                 remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
             )
 
@@ -246,7 +246,7 @@ class TileRun:
         from sglang_sparse_kernels.common import next_power_of_2
         from sglang_sparse_kernels.tiles import tile_budget
 
-        if self.impl == "torch":
+        if self.impl != "triton":
             return _aligned(plan.max_tail), plan.max_units
         width = max(_LEAST_WIDTH, next_power_of_2(plan.max_tail))
         width = min(width, _aligned(max_pages * self.page_size))
@@ -261,7 +261,7 @@ class TileRun:
         """
         import torch
 
-        if self.impl == "torch":
+        if self.impl != "triton":
             return
         programs = self.programs.values()
         kinds = {(p.role.selects, p.attends, p.head_map is None): p.layer for p in programs}

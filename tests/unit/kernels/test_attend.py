@@ -6,9 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, FAST, IMPLS, NAN, PYTORCH, Batch
 
-from sglang_sparse_kernels import Softmax, gathered_decode_attention, make_workspace
+from sglang_sparse_kernels import (
+    Softmax,
+    TokenTable,
+    gathered_decode_attention,
+    make_workspace,
+    snapshot_page_table,
+)
 
 # lengths, page size, heads, group, dim, dtype, unit, cadence
 CASES = [
@@ -85,9 +91,10 @@ def rounding(dtype: torch.dtype) -> float:
     return 3 * UNIT_ROUNDOFF[dtype]
 
 
+@pytest.mark.parametrize("impl", PYTORCH)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("logit_cap", [0.0, 2.0])
-def test_reference_equals_plain_softmax(case: tuple, logit_cap: float) -> None:
+def test_definition_equals_plain_softmax(case: tuple, logit_cap: float, impl: str) -> None:
     batch = make_batch(case)
     batch.q, batch.k, batch.v = (
         batch.q.double(),
@@ -96,22 +103,25 @@ def test_reference_equals_plain_softmax(case: tuple, logit_cap: float) -> None:
     )
     lists = batch.random_lists()
     want = naive_attention(batch, lists, torch.float64, logit_cap)
-    torch.testing.assert_close(attend(batch, lists, "torch", logit_cap), want)
+    torch.testing.assert_close(attend(batch, lists, impl, logit_cap), want)
 
 
+@pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
-def test_kernel_is_within_the_error_budget_of_float64(case: tuple, logit_cap: float) -> None:
+def test_kernel_is_within_the_error_budget_of_float64(
+    case: tuple, logit_cap: float, impl: str
+) -> None:
     batch = make_batch(case)
     lists = batch.random_lists()
     exact = naive_attention(batch, lists, torch.float64, logit_cap)
     eager = naive_attention(batch, lists, batch.dtype, logit_cap)
-    got = attend(batch, lists, "triton", logit_cap)
+    got = attend(batch, lists, impl, logit_cap)
     for row in range(len(batch.lengths)):
         assert_within_budget(got[row], exact[row], eager[row], rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("unit", [1, 16])
 def test_a_budget_above_the_context_equals_dense(impl: str, unit: int) -> None:
     case = ([111, 63, 200], 32, 2, 2, 64, torch.bfloat16, unit, 3)
@@ -125,7 +135,7 @@ def test_a_budget_above_the_context_equals_dense(impl: str, unit: int) -> None:
     assert_within_budget(got, exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_counts_may_differ_between_heads_and_be_zero(impl: str) -> None:
     batch = make_batch(([111, 200], 32, 3, 2, 64, torch.bfloat16, 1, 2))
     indices, counts = batch.random_lists()
@@ -164,7 +174,7 @@ def test_any_number_of_splits_gives_the_same_attention(
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_batch_neighbours_do_not_change_a_row(impl: str) -> None:
     batch = make_batch(([257, 111, 300], 64, 2, 4, 64, torch.bfloat16, 1, 1), dense_rows=())
     lists = batch.random_lists()
@@ -178,7 +188,7 @@ def test_batch_neighbours_do_not_change_a_row(impl: str) -> None:
     assert not torch.equal(before[1], after[1])
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("head_map", [[2, 0, 2], [0, 0, 0]])
 def test_a_head_attends_to_the_list_that_it_is_mapped_to(impl: str, head_map: list[int]) -> None:
     batch = make_batch(([257, 111, 300], 64, 3, 4, 64, torch.bfloat16, 1, 1), dense_rows=())
@@ -214,3 +224,95 @@ def test_long_lists_take_several_rounds_of_programs(rows: int, capacity: int, sp
     assert num_splits(rows, 1, capacity, device) == splits
     floats = make_workspace(rows, 2, 1, 64, device).numel()
     assert floats >= rows * splits * 2 * (64 + 1)
+
+
+# lengths with the drafts, page size, heads, group, dim, dtype, unit, cadence; queries a row
+DRAFTED = [
+    (([257, 63, 111, 30], 64, 2, 1, 64, torch.bfloat16, 1, 1), 3),
+    (([130, 511], 32, 1, 2, 128, torch.float16, 1, 1), 8),
+    (([300, 66], 16, 1, 3, 64, torch.bfloat16, 16, 1), 5),
+    (([111, 50, 257], 64, 2, 4, 128, torch.bfloat16, 16, 1), 16),
+    (([700, 20], 32, 1, 8, 64, torch.float16, 1, 3), 4),
+]
+
+
+def drafted_batch(case: tuple, queries: int, dtype: torch.dtype | None = None) -> Batch:
+    """A batch whose plan is of each row's first query; the drafts are its last tokens."""
+    batch = make_batch(case)
+    batch.fill_plan(batch.plan, batch.seq_lens - (queries - 1), "torch")
+    tokens = TokenTable(batch.req_to_token, batch.req_slots, batch.seq_lens)
+    snapshot_page_table(tokens, page_size=batch.page_size, out=batch.plan.page_table, impl="torch")
+    # Rows of q lie apart, as they do in a fused qkv projection.
+    heads = batch.heads * batch.group
+    fused = batch.randn(len(batch.lengths) * queries, heads + 3, batch.dim)
+    batch.q = fused.to(DEVICE, batch.dtype)[:, :heads]
+    if dtype is not None:
+        batch.q = batch.q.to(dtype)
+        batch.k, batch.v = [k.to(dtype) for k in batch.k], [v.to(dtype) for v in batch.v]
+    return batch
+
+
+def one_by_one(batch: Batch, lists: tuple, queries: int, dtype: torch.dtype) -> torch.Tensor:
+    """Each query alone, as the last token of a row that ends with it."""
+    together, lengths, plan = batch.q, batch.lengths, batch.plan
+    parts = []
+    for j in range(queries):
+        batch.q = together[j::queries]
+        batch.lengths = [length - (queries - 1) + j for length in lengths]
+        parts.append(naive_attention(batch, lists, dtype))
+    batch.q, batch.lengths, batch.plan = together, lengths, plan
+    return torch.stack(parts, 1).flatten(0, 1)
+
+
+def attend_drafts(
+    batch: Batch, lists: tuple, queries: int, impl: str, floats: int | None = None
+) -> torch.Tensor:
+    out = torch.full(batch.q.shape, NAN, dtype=batch.q.dtype, device=DEVICE)
+    workspace = make_workspace(
+        len(batch.lengths), batch.heads * batch.group, batch.heads, batch.dim, DEVICE,
+        queries=queries,
+    ).fill_(NAN)  # fmt: skip
+    if floats is not None:
+        workspace = torch.full((floats,), NAN, device=DEVICE)
+    gathered_decode_attention(
+        batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=batch.softmax(), out=out,
+        workspace=workspace, queries=queries, impl=impl,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("impl", ["torch", "cpu"])
+@pytest.mark.parametrize(("case", "queries"), DRAFTED)
+def test_drafts_share_the_list_of_their_row_and_are_causal_among_themselves(
+    case: tuple, queries: int, impl: str
+) -> None:
+    batch = drafted_batch(case, queries, torch.float64)
+    lists = batch.random_lists()
+    want = one_by_one(batch, lists, queries, torch.float64)
+    torch.testing.assert_close(attend_drafts(batch, lists, queries, impl), want)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("case", "queries"), DRAFTED)
+def test_the_kernel_verifies_drafts_within_the_error_budget(
+    case: tuple, queries: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sparse_kernels.attend import kernel
+
+    # Splits that hold drafts alone: nothing in them is for the first query.
+    monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
+    batch = drafted_batch(case, queries)
+    lists = batch.random_lists()
+    exact = one_by_one(batch, lists, queries, torch.float64)
+    eager = one_by_one(batch, lists, queries, batch.dtype)
+    floats = batch.q.shape[0] * batch.q.shape[1] * splits * (batch.dim + 1)
+    got = attend_drafts(batch, lists, queries, "triton", floats)
+    for row in range(len(got)):
+        assert_within_budget(got[row], exact[row], eager[row], rounding(batch.dtype))
+
+
+def test_more_queries_than_a_program_holds_are_refused() -> None:
+    case = ([111], 64, 1, 8, 64, torch.bfloat16, 1, 1)
+    batch = drafted_batch(case, 9)
+    with pytest.raises(ValueError, match="9 queries of 8 heads a KV head must be 64 or fewer"):
+        attend_drafts(batch, batch.random_lists(), 9, "triton")

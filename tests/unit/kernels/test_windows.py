@@ -80,8 +80,8 @@ def attend(batch: Batch, lists: tuple, windows: HeadWindows | None, impl: str) -
         len(batch.lengths), batch.heads * batch.group, batch.heads, batch.dim, DEVICE
     ).fill_(NAN)
     gathered_decode_attention(
-        batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=batch.softmax(), out=out,
-        windows=windows, workspace=workspace, impl=impl,
+        batch.q, batch.kv, batch.plan, replace(batch.lists(*lists), windows=windows),
+        softmax=batch.softmax(), out=out, workspace=workspace, impl=impl,
     )  # fmt: skip
     return out
 
@@ -94,7 +94,7 @@ def poisoned_lists(batch: Batch, kinds: torch.Tensor) -> tuple[torch.Tensor, tor
     return indices, counts
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", WINDOWS[:3])
 def test_heads_of_both_kinds_attend_to_what_is_theirs(
@@ -110,7 +110,7 @@ def test_heads_of_both_kinds_attend_to_what_is_theirs(
         assert_within_budget(got[row], exact[row], eager[row], rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_all_heads_streaming_are_a_sliding_window_with_sinks(
     impl: str, window: tuple[int, int]
@@ -139,7 +139,7 @@ def test_all_heads_streaming_are_a_sliding_window_with_sinks(
         assert_within_budget(got[row], exact, eager, rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
 def test_without_a_streaming_head_no_bit_changes(impl: str) -> None:
     batch = make_batch(([257, 111, 300], 64, 2, 4, 64, torch.bfloat16, 16, 1), dense_rows=())
     lists = batch.random_lists()
@@ -157,13 +157,41 @@ def test_any_number_of_splits_gives_the_same_windows(
     lists = poisoned_lists(batch, windows.streams)
     out = torch.full_like(batch.q, NAN)
     gathered_decode_attention(
-        batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=batch.softmax(), out=out,
-        windows=windows, impl="triton",
+        batch.q, batch.kv, batch.plan, replace(batch.lists(*lists), windows=windows),
+        softmax=batch.softmax(), out=out, impl="triton",
         workspace=torch.full((3 * 6 * splits * 65,), NAN, device=DEVICE),
     )  # fmt: skip
     exact = naive_attention(batch, lists, windows, torch.float64)
     eager = naive_attention(batch, lists, windows, batch.dtype)
     assert_within_budget(out, exact, eager, rounding(batch.dtype))
+
+
+@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("window", [(16, 48), (0, 1), (96, 200), (16, 512)])
+def test_each_query_of_a_row_has_a_window_of_its_own(impl: str, window: tuple[int, int]) -> None:
+    """Three consecutive tokens share the lists; the window of each ends with it."""
+    queries, lengths = 3, [257, 130, 45]
+    whole = Batch([n + queries - 1 for n in lengths], heads=2, group=2, page_size=64, seed=3)
+    whole.fill_plan(whole.plan, torch.tensor(lengths, device=DEVICE), "torch")
+    windows = HeadWindows(words([0, 1]), *window)
+    lists = poisoned_lists(whole, windows.streams)
+    q = whole.randn(len(lengths) * queries, 4, 64).to(DEVICE, whole.dtype)
+    out = torch.full_like(q, NAN)
+    gathered_decode_attention(
+        q, whole.kv, whole.plan, replace(whole.lists(*lists), windows=windows),
+        softmax=whole.softmax(), out=out, queries=queries, impl=impl,
+        workspace=make_workspace(3, 4, 2, 64, DEVICE, queries=queries).fill_(NAN),
+    )  # fmt: skip
+    for j in range(queries):
+        # The plan is the first query's, and so is what precedes the tail.
+        one = Batch([n + queries - 1 for n in lengths], heads=2, group=2, page_size=64, seed=3)
+        one.fill_plan(one.plan, torch.tensor(lengths, device=DEVICE), "torch")
+        one.q, one.lengths = q[j::queries], [n + j for n in lengths]
+        exact = naive_attention(one, lists, windows, torch.float64)
+        eager = naive_attention(one, lists, windows, one.dtype)
+        for row in range(len(lengths)):
+            got = out[row * queries + j]
+            assert_within_budget(got, exact[row], eager[row], rounding(one.dtype))
 
 
 def test_a_window_of_another_layer_is_refused() -> None:
@@ -219,7 +247,7 @@ def empty_scores(batch: Batch, lists: int, unread: torch.Tensor | None) -> Score
     return Scores(values, blocks, unread)
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
 @pytest.mark.parametrize(
     ("score", "unit", "lists"),
     [(by_pages, 16, 3), (by_sketch, 1, 3), (by_attention, 1, 3), (by_attention, 1, 1)],
@@ -240,7 +268,7 @@ def test_lists_that_nobody_reads_are_not_scored(
     assert torch.equal(part.block_max[:, ~skipped], whole.block_max[:, ~skipped])
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
 def test_bounds_of_lists_that_nobody_reads_are_not_found(impl: str) -> None:
     batch = Batch([257, 130], unit=16, heads=3, group=2, page_size=32)
     cuboids, unread = batch.cuboids(batch.make_planes(None, True)), words([0, 1, 0])
@@ -254,7 +282,13 @@ def test_bounds_of_lists_that_nobody_reads_are_not_found(impl: str) -> None:
 
 @pytest.mark.parametrize(
     ("impl", "form"),
-    [("torch", ""), ("triton", "one program"), ("triton", "several"), ("triton", "streamed")],
+    [
+        ("torch", ""),
+        ("cpu", ""),
+        ("triton", "one program"),
+        ("triton", "several"),
+        ("triton", "streamed"),
+    ],
 )
 def test_lists_that_nobody_reads_are_not_selected(
     impl: str, form: str, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
+from radix_parts import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -77,8 +77,7 @@ def test_a_disabled_radix_cache_is_what_sglang_builds():
         ("disaggregation_mode", "prefill"),
         ("disaggregation_mode", "decode"),
         ("disaggregation_decode_enable_offload_kvcache", True),
-        ("speculative_algorithm", "EAGLE"),
-        ("speculative_algorithm", "NGRAM"),
+        ("speculative_eagle_topk", 4),
         ("dllm_algorithm", "LowConfidence"),
         ("dcp_size", 2),
         ("attn_cp_size", 2),
