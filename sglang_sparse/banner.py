@@ -23,6 +23,7 @@ def text(facts: Facts) -> str:
         f"{facts.min_sparse_tokens} to {facts.longest_row} tokens sparse, shorter ones dense; "
         f"{_drafts(facts.step_tokens)}"
         f"inner backend {facts.inner_backend}; page size {facts.page_size}; "
+        f"KV in {facts.kv_cache_dtype}, "
         f"planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
         f"state {facts.state_bytes / 2**20:.1f} MiB; sglang {facts.sglang} ({tested})"
     )

@@ -30,6 +30,7 @@ class Facts:
         request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
+        kv_cache_dtype: of the rows of K and V, as ``--kv-cache-dtype`` names it.
         kv_bytes, state_bytes: device bytes of K and V; of lists, scores, plans and tables.
         step_tokens: tokens that a step runs for each request: 1, or the drafts of a verification
             and the token before them.
@@ -57,6 +58,7 @@ class Facts:
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]
+    kv_cache_dtype: str
     kv_bytes: int
     state_bytes: int
     step_tokens: int

@@ -38,6 +38,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plane_reuse_prefills": ("Prefills that took planes of a shared prefix.", ()),
     "plane_reuse_tokens": ("Prefix tokens whose KV and planes were reused.", ()),
     "plane_reuse_pages": ("Prefix pages whose KV and planes were reused.", ()),
+    "plane_recomputed_pages": ("Pages back from the host, with planes computed anew.", ()),
 }
 
 
@@ -128,6 +129,7 @@ class Exporter:
             self._to("plane_reuse_prefills", counts["prefills_with_reuse"])
             self._to("plane_reuse_tokens", counts["tokens"])
             self._to("plane_reuse_pages", counts["pages"])
+            self._to("plane_recomputed_pages", counts["recomputed_pages"])
 
     def _attended(self, role: str, sums: dict[str, int]) -> int:
         """What a KV head attended to in the layers of a role, of both kinds of heads the mean."""

@@ -47,7 +47,6 @@ class Rule:
 _OFF = (False, None)
 
 RULES: tuple[Rule, ...] = (
-    Rule("enable_hierarchical_cache", _OFF, "host-cached KV pages have no planes yet"),
     Rule("enable_lmcache", _OFF, "KV pages loaded by LMCache have no planes"),
     Rule("enable_flexkv", _OFF, "KV pages loaded by FlexKV have no planes"),
     Rule("enable_hisparse", _OFF, "its host-offloaded KV has no planes"),
@@ -91,6 +90,28 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 
+# With --enable-hierarchical-cache.
+HOST_TIER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "hicache_storage_backend",
+        (None,),
+        "it names KV by tokens alone, so sparse KV would come back as a dense request's",
+    ),
+    Rule("hicache_io_backend", ("kernel", "direct"), "other ways to copy KV are not tested"),
+    Rule(
+        "hicache_mem_layout",
+        ("page_first", "page_first_direct", "layer_first"),
+        "other layouts of KV on the host are not tested",
+    ),
+)
+
+
+def rules_for(flags: Any) -> tuple[Rule, ...]:
+    """The rules that a server with these flags has to keep."""
+    host_tier = getattr(flags, "enable_hierarchical_cache", False)
+    return (*RULES, *HOST_TIER_RULES) if host_tier else RULES
+
+
 _SWITCHES = {
     "SGLANG_USE_HND_KVCACHE": "the planes are defined for the per-layer NHD KV layout",
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the planes are sized before graph capture",
@@ -121,7 +142,7 @@ def find_unsupported(server_args: Any) -> str | None:
     Returns:
         A line naming flag, value, reason, what is allowed and what to do.
     """
-    for rule in RULES:
+    for rule in rules_for(server_args):
         line = rule.violation(getattr(server_args, rule.field, rule.allowed[0]))
         if line is not None:
             return line

@@ -25,6 +25,7 @@ from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.describe import gather_facts
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.backend.inner import InnerBackends
+from sglang_sparse.backend.kv_scales import StoredKV
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.backend.requests import RequestTable
@@ -72,6 +73,8 @@ class SparseAttentionBackend(AttentionBackend):
         )
         self._inner = InnerBackends(runner, config.inner, impl)
         self.token_to_kv_pool = pool = runner.token_to_kv_pool
+        layers = compat.attention_layers(runner.model)
+        self._stored = StoredKV(pool.dtype, self._inner.name, layers)
         self.req_to_token_pool = runner.req_to_token_pool
         self.device = torch.device(runner.device)
         self.max_context_len = runner.model_config.context_len
@@ -103,7 +106,7 @@ class SparseAttentionBackend(AttentionBackend):
             config, build, budget, self._programs, self.requests, table, self.counters
         )
         prefill = config.prefill.build(build, config.score, self._programs)
-        self.extend = ExtendSteps(build, prefill, self.requests, table)
+        self.extend = ExtendSteps(build, prefill, self.requests, table, runner.dtype)
         self._selected: Variant | None = None
         self._last_layer = pool.end_layer - 1
         logger.info(banner.text(self.facts()))
@@ -218,6 +221,8 @@ class SparseAttentionBackend(AttentionBackend):
             return self._verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sparse = self.extend.batch is not None
         program = self._programs.get(layer.layer_id) if sparse else None
+        if program is not None:
+            self.token_to_kv_pool.loads.wait(layer.layer_id)
         if program is not None and program.attends:
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.extend.run, program, q, layer)
@@ -269,11 +274,15 @@ class SparseAttentionBackend(AttentionBackend):
     ) -> None:
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+                layer,
+                KVWriteLoc(forward_batch.out_cache_loc, None),
+                k,
+                v,
+                *self._stored.write(layer),
             )
 
-    @staticmethod
     def _run(
+        self,
         run: Callable[..., torch.Tensor],
         program: LayerProgram,
         q: torch.Tensor,
@@ -284,6 +293,7 @@ class SparseAttentionBackend(AttentionBackend):
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,
+            kv_scales=self._stored.read(layer),
         )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 

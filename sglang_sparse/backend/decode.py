@@ -24,7 +24,7 @@ from sglang_sparse_kernels.plan import (
     plan_decode,
     snapshot_page_table,
 )
-from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.records import KVScales, Softmax
 from sglang_sparse_kernels.step import StepContext, decode_step
 
 if TYPE_CHECKING:
@@ -123,7 +123,13 @@ class DecodeSteps:
         )
 
     def run(
-        self, program: LayerProgram, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        program: LayerProgram,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Run one layer's stages for the batch that was planned last.
 
@@ -132,6 +138,7 @@ class DecodeSteps:
             q: [rows * queries, q_heads, head_dim], after RoPE.
             scaling: factor on q.k.
             logit_cap: soft cap on logits, 0 for none.
+            kv_scales: of the layer's rows.
 
         Returns:
             As ``q``; empty if the layer attends to everything.
@@ -143,7 +150,7 @@ class DecodeSteps:
             tokens = slice(rows.start * self.queries, rows.stop * self.queries)
             step = StepContext(
                 q=q[tokens],
-                kv=program.kv(plan.page_table, build.pool.page_size),
+                kv=program.kv(plan.page_table, build.pool.page_size, kv_scales),
                 plan=plan,
                 lists=program.read(build.lists.rows_of(plan), build.unit),
                 softmax=softmax,

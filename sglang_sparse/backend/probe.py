@@ -89,7 +89,7 @@ class FidelityProbe:
         attend(plan=plan, out=over_list)
         for row in rows:
             length, tail = int(plan.seq_lens[row]), int(plan.tail_start[row])
-            keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))]
+            keys = kv.keys(kv.slots(row, torch.arange(length, device=q.device)), torch.float32)
             products = torch.einsum("hgd,nhd->hgn", q[row].unflatten(0, (kv.num_heads, -1)), keys)
             pooled = step.softmax.logits(products).softmax(-1).mean(1)  # [heads, length]
             list_row = int(lists.rows[row])

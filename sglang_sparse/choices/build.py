@@ -17,6 +17,7 @@ from sglang_sparse_kernels.planes import PageCuboids
 from sglang_sparse_kernels.records import (
     Always,
     HeadWindows,
+    KVScales,
     KVView,
     Lists,
     Scores,
@@ -226,7 +227,7 @@ class LayerProgram:
         stages: its part of a decode step.
         indices, counts: the lists that it writes, if it selects, and reads.
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
-        k, v: [slots, kv_heads, head_dim].
+        k, v: [slots, kv_heads, head_dim], as they are stored.
         windows: KV heads that read no list; None if every head reads one.
     """
 
@@ -245,9 +246,9 @@ class LayerProgram:
         """It attends to a selection; otherwise the inner backend attends to everything."""
         return self.role.source is not None
 
-    def kv(self, page_table: torch.Tensor, page_size: int) -> KVView:
+    def kv(self, page_table: torch.Tensor, page_size: int, scales: KVScales) -> KVView:
         """The layer's KV rows as the rows of a batch see them."""
-        return KVView(self.k, self.v, page_table, page_size)
+        return KVView(self.k, self.v, page_table, page_size, scales)
 
     def read(self, rows: torch.Tensor, unit: int) -> Lists:
         """The layer's lists, as rows of a batch write and read them."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.telemetry import LayerCounters
+    from sglang_sparse_kernels.records import KVScales
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import CuboidPlane, Plane
 
@@ -298,10 +299,20 @@ class PrefillRun(Protocol):
     ) -> Any:
         """The plan of a batch, or None if it runs densely; see the choice's own file."""
 
-    def warm_up(self, max_pages: int) -> None:
-        """Compile every kernel that a prompt may meet; page tables have `max_pages` columns."""
+    def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
+        """Compile every kernel that a prompt may meet.
+
+        Page tables have `max_pages` columns, queries are in `dtype`.
+        """
 
     def run(
-        self, batch: Any, layer: int, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        batch: Any,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Run `layer` over `q` [tokens, q_heads, head_dim]; `batch` is from :meth:`plan`."""

@@ -94,6 +94,16 @@ def attention_layers(model: Any) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, RadixAttention)]
 
 
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """What a layer's stored keys and values are multiplied by; 1 where the checkpoint says nothing.
+
+    Seams: ``layers/radix_attention.py: RadixAttention.k_scale_float``, ``v_scale_float``, set by
+    ``layers/quantization/kv_cache.py: BaseKVCacheMethod.process_weights_after_loading``.
+    """
+    k, v = layer.k_scale_float, layer.v_scale_float
+    return 1.0 if k is None else float(k), 1.0 if v is None else float(v)
+
+
 @cache
 def serves_responses() -> bool:
     """True if the handlers of ``/v1/responses`` can be imported.

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 import pytest
 from documents import cut_documents
+from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from server_host import Host
@@ -15,6 +17,8 @@ from streaming_heads import STREAMING
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
+# Elsewhere the hierarchical cache is refused.
+collect_ignore = [] if version("sglang") == "0.5.17" else ["test_host_tier.py"]
 # What anchors reach, and so what the layers between them attend to, is the whole context.
 EVERYTHING = {
     "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
@@ -211,8 +215,27 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    **HOST_TIER_SERVERS,
 }
 
+# Every preset beside fp8 KV, with lists that hold the whole context.
+FP8_KV = ("--kv-cache-dtype", "fp8_e4m3")
+WHOLE_CONTEXT: dict[str, dict[str, object]] = {
+    "sparcas": {"budget": {"tokens": 32768}},
+    "page_minmax": {"budget": {"tokens": 32768}},
+    "psa": {"budget": {"epsilon": 1.0, "cap": 32768}},
+    "psa_sketch": {"budget": {"epsilon": 1.0, "cap": 4096}},
+    "kascade": {"budget": {"fraction": 1.0}, "prefill": ALL_TILES},
+    "kascade_sketch": {"budget": {"fraction": 1.0}, "prefill": ALL_TILES},
+}
+CONFIGURATIONS["dense-fp8"] = (["--page-size", "64", *FP8_KV], {})
+CONFIGURATIONS |= {
+    f"{method}-fp8": (
+        [*SPARSE, method, "--sparse-config", json.dumps(c | {"min_sparse_tokens": 64}), *FP8_KV],
+        {"SGLANG_SPARSE_VERIFY": "1"},
+    )
+    for method, c in WHOLE_CONTEXT.items()
+}
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 5  # servers at once; each takes most of a GiB
@@ -221,7 +244,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "lserve"),
+    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve"),
 )
 
 

@@ -34,6 +34,7 @@ def facts(model: str, preset: str, step_tokens: int = 1) -> Facts:
         request_budget={},
         graphs={},
         plane_bytes={"page_min": 3 << 20, "page_max": 3 << 20},
+        kv_cache_dtype="fp8_e4m3",
         kv_bytes=48 << 20,
         state_bytes=5 << 19,
         step_tokens=step_tokens,
@@ -57,7 +58,7 @@ def test_the_banner_says_whether_anchors_are_calibrated(model: str, said: str, p
 
 def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
     line = banner.text(facts("reference", "kascade"))
-    assert "planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
+    assert "KV in fp8_e4m3, planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
     assert "3 layers select, 1 layers reuse, 2 dense; rows of 777 to 8888 tokens sparse" in line
     assert "sparse, shorter ones dense" in line
 

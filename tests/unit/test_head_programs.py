@@ -15,7 +15,8 @@ from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.choices.role import Role
 from sglang_sparse.config import SparseConfig
-from sglang_sparse_kernels import DecodePlan, Softmax, StepContext, decode_step
+from sglang_sparse_kernels import DecodePlan, KVScales, Softmax, StepContext, decode_step
+from sglang_sparse_kernels.common import Impl
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import bind_pool_class
 
@@ -96,8 +97,8 @@ def test_heads_read_their_own_list_or_the_one_that_a_map_names() -> None:
 class Layers:
     """Programs of three layers over a real pool of random keys; two requests of a decode step."""
 
-    def __init__(self, config: SparseConfig) -> None:
-        self.config = config
+    def __init__(self, config: SparseConfig, impl: Impl) -> None:
+        self.config, self.impl = config, impl
         random = torch.Generator().manual_seed(11)
         pages = [-(-length // PAGE) for length in LENGTHS]
         spec = PlaneSpec((*config.score.planes(), *config.budget.planes(config.score)))
@@ -119,7 +120,7 @@ class Layers:
         heads, columns = Heads(HEADS * GROUP, HEADS, DIM), Columns(3, CPU)
         RequestTable(config, columns)
         self.build = allocate(
-            config, self.pool, heads, columns, max_context=max(LENGTHS), impl="torch"
+            config, self.pool, heads, columns, max_context=max(LENGTHS), impl=impl
         )
         plan.k_units.fill_(self.build.limits.capacity_units)
         self.pool.update_planes(
@@ -137,9 +138,9 @@ class Layers:
         program, q = self.programs[layer], self.q[layer]
         out = torch.full_like(q, torch.nan)
         step = StepContext(
-            q=q, kv=program.kv(self.plan.page_table, PAGE), plan=self.plan,
+            q=q, kv=program.kv(self.plan.page_table, PAGE, KVScales()), plan=self.plan,
             lists=program.read(self.build.lists.rows_of(self.plan), self.config.unit),
-            softmax=Softmax(DIM**-0.5), out=out, impl="torch",
+            softmax=Softmax(DIM**-0.5), out=out, impl=self.impl,
         )  # fmt: skip
         decode_step(program.stages, step)
         return out.view(len(LENGTHS), HEADS, GROUP, DIM)
@@ -154,6 +155,7 @@ class Layers:
         return weights @ self.pool.v_buffer[layer][slots, head]
 
 
+@pytest.mark.parametrize("impl", ["torch", "cpu"])
 @pytest.mark.parametrize(
     ("layers", "score", "budget"),
     [
@@ -168,13 +170,13 @@ class Layers:
     ],
 )
 def test_streaming_heads_see_their_window_and_change_no_other_head(
-    layers: Any, score: Any, budget: Any
+    layers: Any, score: Any, budget: Any, impl: Impl
 ) -> None:
     """With any layers, score and budget, beside the same server without streaming heads."""
     streaming = [[0], [0, 3], [0, 3]]
-    mixed = Layers(configured(streaming, layers=layers, score=score, budget=budget))
+    mixed = Layers(configured(streaming, layers=layers, score=score, budget=budget), impl)
     plain = Layers(
-        configured([], layers=layers, score=score, budget=budget, heads={"kind": "retrieval"})
+        configured([], layers=layers, score=score, budget=budget, heads={"kind": "retrieval"}), impl
     )
     for layer in range(LAYERS):
         got, want = mixed.run(layer), plain.run(layer)

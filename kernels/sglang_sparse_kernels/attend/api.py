@@ -37,7 +37,7 @@ def gathered_decode_attention(
     Args:
         q: [R * queries, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows;
             D is 64 or 128.
-        kv: KV rows in q's dtype.
+        kv: KV rows in q's dtype or fp8 e4m3, with their scales.
         plan: R rows.
         lists: entries of a list past k_units are not attended to.
         softmax: scale and cap of the logits.

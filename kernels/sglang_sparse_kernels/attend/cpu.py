@@ -4,7 +4,7 @@
 import torch
 
 from ..common import accumulate_dtype
-from ..paged import products, weighted_sum
+from ..paged import products, select_rows, weighted_sum
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 
@@ -18,7 +18,7 @@ def gathered_decode_attention_cpu(
         column.tolist() for column in (plan.seq_lens, plan.tail_start, plan.k_units)
     )
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
-    windows = lists.windows
+    softmax, windows = kv.logits(softmax), lists.windows
     streams = torch.zeros(kv.num_heads) if windows is None else windows.streams
     reading, streaming = ((streams == kind).nonzero().flatten() for kind in (0, 1))
     for row, (length, tail, units) in enumerate(zip(lengths, tails, kept, strict=True)):
@@ -38,7 +38,7 @@ def gathered_decode_attention_cpu(
                     result[streaming] = _attend(
                         query[token], kv, row, streaming, window, None, softmax
                     )
-            out[token] = result.flatten(0, 1)
+            out[token] = result.flatten(0, 1).mul_(kv.scales.v)
 
 
 def _attend_to_all(
@@ -94,7 +94,7 @@ def _attend(
     # The heads of a slot are rows of their own.
     at = (kv.slots(row, positions) * kv.num_heads + heads[:, None]).flatten()
     keys, values = (
-        cache.view(-1, dim).index_select(0, at).view(len(heads), -1, dim).to(query.dtype)
+        select_rows(cache.view(-1, dim), at).view(len(heads), -1, dim).to(query.dtype)
         for cache in (kv.k, kv.v)
     )
     logits = softmax.logits(torch.bmm(query, keys.transpose(1, 2)))

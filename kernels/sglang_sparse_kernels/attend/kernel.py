@@ -152,6 +152,7 @@ def attend_split_kernel(
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_k = b_k.to(b_q.dtype)
         # [BG, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
@@ -169,8 +170,10 @@ def attend_split_kernel(
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_v = b_v.to(b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
+    b_acc *= kv.v_scale
     if SPLITS == 1:
         o_o = o_q[:, None] * D + o_d[None, :]
         tl.store(out + o_o, cast(b_acc / b_sum[:, None], out.dtype.element_ty), mask=m_g[:, None])
@@ -218,7 +221,7 @@ def gathered_decode_attention_triton(
         ValueError: if ``workspace`` is too small for this batch.
     """
     rows, (tokens, query_heads, dim) = plan.num_rows, q.shape
-    heads, group = kv.num_heads, kv.group_of(q)
+    heads, group, softmax = kv.num_heads, kv.group_of(q), kv.logits(softmax)
     capacity_tokens = lists.capacity * lists.unit
     splits = num_splits(rows, heads, capacity_tokens, q.device)
     tile, stages, warps = _tile(triton.cdiv(capacity_tokens, splits))

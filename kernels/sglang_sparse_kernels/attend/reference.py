@@ -42,8 +42,8 @@ def gathered_decode_attention_reference(
             visible = torch.cat((visible & ~streams, streams.expand_as(window)), 1)
         slots = kv.slots(row, positions)
         shown = visible[..., None]
-        keys = kv.k[slots, head].to(acc).where(shown, 0)
-        values = kv.v[slots, head].to(acc).where(shown, 0)
+        keys = kv.keys((slots, head), acc).where(shown, 0)
+        values = kv.values((slots, head), acc).where(shown, 0)
         tokens = slice(row * queries, (row + 1) * queries)
         query = q[tokens].reshape(queries, heads, group, -1).to(acc)
         logits = softmax.logits(torch.einsum("qhgd,hnd->qhgn", query, keys))

@@ -171,7 +171,7 @@ class BoundResidual:
         )  # fmt: skip
         residual_bounds(
             bounds, self.scores.rows(rows), step.plan, replace(step.lists, counts=self.ranked),
-            always=stop.always, microbatch=stop.microbatch, softmax=step.softmax,
+            always=stop.always, microbatch=stop.microbatch, softmax=step.kv.logits(step.softmax),
             margin=self.margin, out=stop.residual[:rows], impl=step.impl,
         )  # fmt: skip
 

@@ -6,8 +6,14 @@
 ``model_executor/runner/decode_cuda_graph_runner.py: DecodeCudaGraphRunner``
     ``_capture_one_stream`` captures every batch size twice, dense and sparse;
     ``_make_graph_key`` picks one at replay, after ``init_forward_metadata_out_graph``.
+``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.forward_extend``
+    A prompt with a cached prefix attends to it without the layer's KV scales.
 ``mem_cache/radix_cache.py: RadixCache.cache_unfinished_req``, ``cache_finished_req``
     Where a request's prefix enters the tree; ``Req.req_pool_idx`` is its row.
+``mem_cache/hiradix_cache.py: HiRadixCache``, ``managers/cache_controller.py: HiCacheController``
+    KV in host memory, see :mod:`.host_tier`.
+``mem_cache/pool_host/mha.py: get_mha_host_pool_cls``
+    The host's copy of the KV pool, on the CPU: its own is pinned and copied by GPU kernels.
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
     Pool and allocator on the CPU: its own allocator launches Triton kernels.
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
@@ -39,11 +45,15 @@ _SPECULATION = "sglang_sparse.speculation.hooks"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
+_HOST_TREE = f"{_SRT}.mem_cache.hiradix_cache.HiRadixCache"
+_HOST_POOL = f"{_SRT}.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
+_CONTROLLER = f"{_SRT}.managers.cache_controller.HiCacheController"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
 MARKER = "srt/server_args.py"
 SPECULATIVE = ("NGRAM",)
+READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
 HOOKS = (
@@ -78,6 +88,11 @@ HOOKS = (
         "around",
     ),
     Hook(
+        f"{_SRT}.mem_cache.pool_host.mha.get_mha_host_pool_cls",
+        f"{_CPU}:get_mha_host_pool_cls",
+        "around",
+    ),
+    Hook(
         f"{_SRT}.distributed.parallel_state.init_model_parallel_group",
         f"{_CPU}:init_model_parallel_group",
         "around",
@@ -88,6 +103,21 @@ SEAMS = (
     *shared.SEAMS,
     f"{_TREE}.cache_unfinished_req",
     f"{_TREE}.cache_finished_req",
+    f"{_HOST_TREE}.__init__",
+    f"{_HOST_TREE}.insert",
+    f"{_HOST_TREE}.match_prefix",
+    f"{_HOST_TREE}._match_prefix_helper",
+    f"{_HOST_TREE}._split_node",
+    f"{_HOST_TREE}._inc_hit_count",
+    f"{_HOST_TREE}._update_host_leaf_status",
+    f"{_HOST_TREE}.ready_to_load_host_cache",
+    f"{_HOST_TREE}.attach_storage_backend",
+    f"{_CONTROLLER}.load",
+    f"{_CONTROLLER}.start_loading",
+    f"{_SRT}.managers.cache_controller.LayerDoneCounter.wait_until",
+    f"{_HOST_POOL}.__init__",
+    f"{_HOST_POOL}.load_to_device_per_layer",
+    f"{_HOST_POOL}.backup_from_device_all_layer",
     f"{_ALLOCATOR}.alloc_extend",
     f"{_ALLOCATOR}.alloc_decode",
     f"{_PLATFORM}.get_mha_kv_pool_cls",
@@ -117,6 +147,13 @@ def tree_class() -> type[SparseRadixCache]:
     from sglang_sparse.compat.v0517.tree import BranchingRadixCache
 
     return BranchingRadixCache
+
+
+def hierarchical_tree_class() -> type[SparseRadixCache]:
+    """The same over SGLang's hierarchical cache."""
+    from sglang_sparse.compat.v0517.host_tier import BranchingHiRadixCache
+
+    return BranchingHiRadixCache
 
 
 def variant_being_captured() -> Variant:

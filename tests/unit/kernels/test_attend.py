@@ -15,6 +15,7 @@ from sglang_sparse_kernels import (
     make_workspace,
     snapshot_page_table,
 )
+from sglang_sparse_kernels.common import take
 
 # lengths, page size, heads, group, dim, dtype, unit, cadence
 CASES = [
@@ -63,10 +64,11 @@ def naive_attention(
             slots = plan.page_table[row].long()[at // size] * size + at % size
             mine = slice(head * batch.group, (head + 1) * batch.group)
             query = batch.q[row, mine].to(dtype)
-            logits = query @ batch.k[0][slots, head].to(dtype).T * batch.dim**-0.5
+            logits = query @ take(batch.k[0], (slots, head)).to(dtype).T * batch.logit_scale
             if logit_cap:
                 logits = logit_cap * torch.tanh(logits / logit_cap)
-            out[row, mine] = logits.softmax(-1) @ batch.v[0][slots, head].to(dtype)
+            values = take(batch.v[0], (slots, head)).to(dtype)
+            out[row, mine] = logits.softmax(-1) @ values * batch.scales.v
     return out
 
 
