@@ -106,8 +106,3 @@ def _gates(path: Path, text: str) -> list[list[float]]:
 
 def _unfit(path: Path, problem: str) -> InvalidConfig:
     return InvalidConfig(f"heads.file {path} {problem}", allowed=_FILE_ALLOWED, remedy=_FILE_REMEDY)
-
-
-def gates_text(gates: Gates) -> str:
-    """Return the content of a TSV in DuoAttention's format."""
-    return "".join("\t".join(f"{gate:.6f}" for gate in row) + "\n" for row in gates)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_sparse.choices.heads._files import gates_text, lowest
+from sglang_sparse.choices.heads._files import lowest
 from sglang_sparse.config import ConfigError, Geometry, SparseConfig, preset_hash, resolve
 
 MODEL = Geometry(
@@ -17,6 +17,10 @@ MODEL = Geometry(
 )
 SIX = [[0, 3], [], [1]]
 GATES = [[0.1, 0.9, 0.8, 0.2], [1.0, 1.0, 0.7, 0.95], [0.6, 0.05, 0.65, 0.3]]
+
+
+def gates_text(gates: list[list[float]]) -> str:
+    return "".join("\t".join(map(str, row)) + "\n" for row in gates)
 
 
 def config_with(heads: dict[str, Any], **changes: Any) -> SparseConfig:
@@ -94,12 +98,6 @@ def test_gates_are_cut_where_duo_attention_cuts_them() -> None:
         assert lowest(drawn.tolist(), share) == want
     assert lowest([[0.5, 0.5], [0.5, 0.5]], 0.5) == [[0, 1], []]
     assert lowest([[1.0, 0.0]], 0.5) == [[1]]
-
-
-def test_a_tsv_holds_gates_as_they_were_written(tmp_path: Path) -> None:
-    path = Path(written(tmp_path, "full_attention_heads.tsv", gates_text(GATES)))
-    rows = [[float(word) for word in line.split("\t")] for line in path.read_text().splitlines()]
-    assert rows == GATES
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def reference_output(
     select_topk_reference(bare(scores), plan, lists, always=ALWAYS)
     out = torch.full_like(q, torch.nan)
     kv = KVView(paged(k), paged(v), plan.page_table, PAGE)
-    gathered_decode_attention_reference(q, kv, plan, lists, softmax=SOFTMAX, out=out)
+    gathered_decode_attention_reference(q, kv, plan, lists, softmax=SOFTMAX, out=out, queries=1)
     return out.flatten(1)
 
 
@@ -135,7 +135,9 @@ def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
     lengths = torch.full((ROWS,), LENGTH)
     low, high = page_planes(k, lengths, PAGE)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    page_minmax_score_reference(q, cuboids(low, high), plan_of(8), reduce=reduce, out=bare(scores))
+    page_minmax_score_reference(
+        q, cuboids(low, high), plan_of(8), unit=PAGE, reduce=reduce, out=bare(scores)
+    )
     expected = reference_output(q, k, v, scores, unit=PAGE)
     policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)
     cache = Cache(k, v)
@@ -184,7 +186,9 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         scores = sketch_scores(q, k, plan, "max")
     else:
         scores = torch.zeros(ROWS, GROUPS, LENGTH)
-        page_minmax_score_reference(q, cuboids(*planes), plan, reduce="max", out=bare(scores))
+        page_minmax_score_reference(
+            q, cuboids(*planes), plan, unit=PAGE, reduce="max", out=bare(scores)
+        )
     every = torch.arange(units, dtype=torch.int32).expand(ROWS, GROUPS, units)
     indices, ranked = torch.zeros_like(every).clone(), torch.zeros(ROWS, GROUPS, dtype=torch.int32)
     ranking = Lists(indices, ranked, plan.request_slots, unit)
@@ -194,7 +198,7 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
     if margin is not None:
         by_head = torch.zeros(ROWS, GROUPS, q.shape[1] // GROUPS, LENGTH)
         rest = torch.zeros(*by_head.shape[:3], LENGTH)
-        page_bounds_reference(q, cuboids(*planes), plan, out=by_head)
+        page_bounds_reference(q, cuboids(*planes), plan, unit=PAGE, out=by_head)
         residual_bounds_reference(
             by_head, bare(scores), plan, ranking, always=ALWAYS, microbatch=32, softmax=SOFTMAX,
             margin=margin, out=rest,
