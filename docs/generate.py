@@ -35,6 +35,7 @@ TITLES = {
     "reach": "Methods, presets and config files",
     "config": "Rules between the keys of a config",
     "layers": "Rules between the keys of a config",
+    "heads": "Rules between the keys of a config",
     "score": "Rules between the keys of a config",
     "budget": "Rules between the keys of a config",
     "prefill": "Rules between the keys of a config",
@@ -126,7 +127,7 @@ def configuration() -> str:
             given = " (the default)" if part.get("default", {}).get("kind") == kind else ""
             lines += [f"**`{kind}`**{given}: {_intro(definition)}", "", *_keys(definition, schema)]
     lines += ["### Other keys", "", *_keys({"properties": plain}, schema)]
-    for name in ("Geometry", "Reuse", "Calibration"):
+    for name in ("Geometry", "Reuse", "Calibration", "HeadsModel", "HeadsCalibration"):
         if name in schema["$defs"]:
             definition = schema["$defs"][name]
             lines += [f"### {name}", "", _intro(definition), "", *_keys(definition, schema)]

@@ -24,7 +24,7 @@ class SparseLaunch:
 
     @property
     def config(self) -> SparseConfig:
-        """The point on the five axes."""
+        """The point on the six axes."""
         return self.resolved.config
 
 

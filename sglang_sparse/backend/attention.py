@@ -101,7 +101,7 @@ class SparseAttentionBackend(AttentionBackend):
             config, build, score, budget, first_head=heads.first_kv, probe=self._probe
         )
         counts = compat.resolved(runner.server_args).enable_metrics
-        self.counters = DecodeCounters.of(build) if counts else None
+        self.counters = DecodeCounters.of(build, sum(config.heads.window)) if counts else None
         self.progress: LayerCounters | None = budget.counters
         self.decode = DecodeSteps(
             config, build, budget, self._programs, self.requests, table, self.counters

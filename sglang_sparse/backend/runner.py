@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import compat
-from sglang_sparse.backend.allocate import Heads
+from sglang_sparse.backend.heads import Heads
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, launch_of

@@ -33,7 +33,16 @@ class Point(Protocol):
     def recent_tokens(self) -> int: ...
 
     @property
+    def page_size(self) -> int: ...
+
+    @property
+    def layers(self) -> LayersChoice: ...
+
+    @property
     def score(self) -> ScoreChoice: ...
+
+    @property
+    def budget(self) -> BudgetChoice: ...
 
     @property
     def cadence(self) -> StepCadence: ...
@@ -62,6 +71,31 @@ class LayersChoice(Choice, ABC):
         """Refuse, with `InvalidConfig`, a model that these layers do not fit."""
 
 
+class HeadsChoice(Choice, ABC):
+    """Which KV heads attend to what is selected, and which to sinks and a local window."""
+
+    kind: str
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last tokens that a streaming head sees; nothing to one that selects."""
+        return (0, 0)
+
+    def streams_in(self, layer_id: int) -> tuple[int, ...]:
+        """Return the KV heads of layer `layer_id`, both global ids, that stream."""
+        return ()
+
+    def calibration_command(self, model: str, method: str) -> str | None:
+        """Return the command that finds such heads of another model, a path; or None."""
+        return None
+
+    def check(self, point: Point) -> None:
+        """Refuse, with `InvalidConfig`, a config that these heads cannot be part of."""
+
+    def check_model(self, model: ModelShape) -> None:
+        """Refuse, with `InvalidConfig`, a model that these heads do not fit."""
+
+
 class ScoreChoice(Choice, ABC):
     """How a unit of the context is scored for a query.
 
@@ -83,6 +117,11 @@ class ScoreChoice(Choice, ABC):
     @abstractmethod
     def unit(self) -> int:
         """Tokens that are selected together."""
+
+    @property
+    def unit_key(self) -> str:
+        """The key that says how many tokens are selected together."""
+        return "kind"
 
     @property
     def refresh_steps(self) -> int:
@@ -141,6 +180,7 @@ class BudgetChoice(Choice, ABC):
     Attributes:
         key: the key that a request's budget replaces.
         list_key: the key with the smallest number of tokens that a list holds.
+        stops_by_attending: whether a list's length shows only when its own head attends to it.
         verifies: whether draft tokens may share a list that it fills.
     """
 
@@ -148,6 +188,7 @@ class BudgetChoice(Choice, ABC):
     verifies: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
+    stops_by_attending: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from server_host import Host
+from streaming_heads import STREAMING
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -99,6 +100,32 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--disable-cuda-graph",
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # Heads of both kinds; lists are kept over four steps.
+    "streaming": (
+        [
+            *SPARSE,
+            "page_minmax",
+            *(
+                "--sparse-config",
+                json.dumps(CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}}),
+            ),
+            *("--enable-metrics", "--disable-cuda-graph"),
+        ],
+        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    # Windows as long as the context, beside lists that stop at a share of one.
+    "streaming-everything": (
+        [
+            *SPARSE,
+            "psa",
+            *(
+                "--sparse-config",
+                json.dumps(WHOLE_MASS | {"heads": STREAMING | {"local": 32768}}),
+            ),
+            *("--tp", "2", "--disable-cuda-graph"),
+        ],
+        {},
     ),
     # A share of the mass over single tokens; everything else as shipped.
     "psa_sketch": (
@@ -228,7 +255,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"], "page_minmax-copies": LAUNCH_SERV
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "copies", "fp8_kv", "host_tier"),
+    *("ranks", "kascade", "speculation", "copies", "fp8_kv", "host_tier", "lserve"),
 )
 
 

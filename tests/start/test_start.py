@@ -82,6 +82,11 @@ def preferring(params: Any) -> list[str]:
     return ["--preferred-sampling-params", json.dumps(params)]
 
 
+def heads_config(**heads: Any) -> list[str]:
+    """``--sparse-config`` of streaming heads."""
+    return ["--sparse-config", json.dumps({"heads": {"kind": "streaming", **heads}})]
+
+
 # name -> (extra flags, words that the one line must hold)
 REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "unknown method": (
@@ -252,6 +257,26 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--prefill-attention-backend", "torch_native"],
         ["--prefill-attention-backend", "torch_native"],
     ),
+    "gates of another model": (
+        [*SPARSE, *heads_config(file="{TMP}/gates.tsv")],
+        ["--sparse-config", "the heads are of gates.tsv (5 layers, 4 KV heads), not of"],
+    ),
+    "gates above one": (
+        [*SPARSE, *heads_config(file="{TMP}/large.tsv")],
+        ["--sparse-config", "large.tsv holds the gate 1.5"],
+    ),
+    "a window off the page": (
+        [*SPARSE, *heads_config(streaming=[[0]] * 6, local=1000)],
+        ["--sparse-config", "heads.local 1000 is no multiple of page_size 64", "to 1024"],
+    ),
+    "more heads than there are": (
+        [*SPARSE, *heads_config(streaming=[[0]] * 5 + [[4]])],
+        ["--sparse-config", "the heads [4] of layer 5, more than there are", "heads 0 to 3"],
+    ),
+    "heads that nobody measured": (
+        ["--model-path", "{TMP}/shallow", *SPARSE[:-1], "lserve"],
+        ["--sparse-method lserve", "run `sglang-sparse calibrate lserve --model {TMP}/shallow"],
+    ),
     "quantized KV": (
         [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
         ["--kv-cache-dtype", "fp8_e5m2", "fp8_e4m3"],
@@ -288,6 +313,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """How each command line ended (a status, an exception's name, or "started") and its words."""
     tmp = tmp_path_factory.mktemp("refusals")
     (tmp / "damaged.json").write_text('{"layers": ')
+    (tmp / "gates.tsv").write_text("0.5\t0.5\t0.5\t0.5\n" * 5)
+    (tmp / "large.tsv").write_text("0.5\t0.5\t0.5\t1.5\n" * 6)
     models = {
         "mla": MLA,
         "mistral": MISTRAL,

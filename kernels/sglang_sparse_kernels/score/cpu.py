@@ -10,8 +10,8 @@ from ..paged import pages_of
 from ..plan import DecodePlan
 from ..planes import KeySketch, PageCuboids
 from ..planes.types import INT4_ZERO, tokens_per_element
-from ..records import scored_rows
-from .reference import reduce_group, select_channels_reference
+from ..records import Scores, scored_rows
+from .reference import joined, reduce_group, select_channels_reference
 
 PIECE_TOKENS = 16384
 """Tokens that are scored together; 16 channels of 4 KV heads take 4 MiB."""
@@ -22,10 +22,12 @@ _FP8_OF_FP16 = 256.0
 _FP8_NAN = 0x7F
 
 
-def select_channels_cpu(q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan) -> None:
+def select_channels_cpu(
+    q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan, read: torch.Tensor | None = None
+) -> None:
     """See :func:`sglang_sparse_kernels.select_channels`; runs the reference if a row refreshes."""
     if any(plan.refresh.tolist()):
-        select_channels_reference(q, channels, plan)
+        select_channels_reference(q, channels, plan, read)
 
 
 def sketch_score_cpu(
@@ -35,7 +37,7 @@ def sketch_score_cpu(
     plan: DecodePlan,
     *,
     reduce: str,
-    out: torch.Tensor,
+    out: Scores,
 ) -> None:
     """See :func:`sglang_sparse_kernels.sketch_score`."""
     heads = sketch.values.shape[1]
@@ -53,7 +55,7 @@ def sketch_score_cpu(
                 scale = sketch.scale.index_select(0, pages).to(chosen.dtype)
                 partial *= scale.transpose(0, 1).reshape(heads, 1, -1)
             scores = reduce_group(partial, reduce)[:, : tokens - start]
-            out[row, :, start : start + scores.shape[1]] = rankable(scores, out.dtype)
+            out.write(row, rankable(scores, out.values.dtype), start)
             start += scores.shape[1]
 
 
@@ -110,13 +112,20 @@ def _page_bounds(
 
 
 def page_bounds_cpu(
-    q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, *, out: torch.Tensor
+    q: torch.Tensor,
+    pages: PageCuboids,
+    plan: DecodePlan,
+    *,
+    unit: int,
+    out: torch.Tensor,
+    unread: torch.Tensor | None,
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_bounds`."""
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (pages.low.shape[1], -1))
     for row in scored_rows(plan):
-        bound = _page_bounds(query[row], pages, plan, row)
-        out[row, :, :, : bound.shape[-1]] = bound
+        bound = joined(_page_bounds(query[row], pages, plan, row), unit // pages.unit)
+        own = out[row, :, :, : bound.shape[-1]]
+        own.copy_(bound if unread is None else bound.where(unread[:, None, None] == 0, own))
 
 
 def page_minmax_score_cpu(
@@ -124,11 +133,12 @@ def page_minmax_score_cpu(
     pages: PageCuboids,
     plan: DecodePlan,
     *,
+    unit: int,
     reduce: str,
-    out: torch.Tensor,
+    out: Scores,
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (pages.low.shape[1], -1))
     for row in scored_rows(plan):
-        bound = _page_bounds(query[row], pages, plan, row)
-        out[row, :, : bound.shape[-1]] = rankable(reduce_group(bound, reduce), out.dtype)
+        scores = reduce_group(_page_bounds(query[row], pages, plan, row), reduce)
+        out.write(row, joined(rankable(scores, out.values.dtype), unit // pages.unit))

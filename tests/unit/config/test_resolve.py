@@ -151,7 +151,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: kascade|kascade_sketch|page_minmax|psa|psa_sketch|sparcas|custom",
+            "allowed: kascade|kascade_sketch|lserve|page_minmax|psa|psa_sketch|sparcas|custom",
         ],
     ),
     ("kaskade", None, ["--sparse-method kaskade: there is no such method", "sparcas|custom"]),
@@ -167,7 +167,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
     ("sparcas", '{"a": 1, "a": 2}', ["key 'a' is given twice"]),
     ("sparcas", '{"budget": {"tokens": NaN}}', ["NaN is not a JSON number"]),
     ("sparcas", '{"a":' * 5000, ["not valid JSON"]),
-    ("sparcas", '{"bugdet": 1}', ["bugdet is not a key", "layers|score|budget"]),
+    ("sparcas", '{"bugdet": 1}', ["bugdet is not a key", "layers|heads|score|budget"]),
     (
         "sparcas",
         '{"budget": {"fraction": 0.1}}',
@@ -180,7 +180,8 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
     ("sparcas", '{"budget": {"tokens": 99999999999}}', ["less than or equal to 16777216"]),
     ("sparcas", '{"budget": {"tokens": 80}}', ["cannot hold sink_tokens 16", "at least 81"]),
     ("sparcas", '{"budget": {"kind": "fraction"}}', ["budget.fraction is missing"]),
-    ("sparcas", '{"heads": {"kind": "retrieval"}}', ["heads is not a key", "layers|score|budget"]),
+    ("sparcas", '{"heads": {"kind": "mixed"}}', ["heads.kind is 'mixed'", "retrieval|streaming"]),
+    ("sparcas", '{"heads": {"kind": "streaming"}}', ["streaming without heads", "heads.file"]),
     ("sparcas", '{"retention": {"kind": "all"}}', ["retention is not a key"]),
     ("sparcas", '{"prefill": {"tile": 128}}', ["prefill.tile is not a key of kind"]),
     ("sparcas", '{"cadence": {"every": 0}}', ["cadence.every is 0"]),
