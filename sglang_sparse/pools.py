@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
-from sglang_sparse.launch import SparseLaunch, launch_of
+from sglang_sparse.launch import SparseLaunch, selecting_launch_of
 
 if TYPE_CHECKING:
     from sglang_sparse_kernels.common import Impl
@@ -35,7 +35,7 @@ def kv_pool_class() -> type:
     from sglang_sparse_radix.pool import bind_pool_class
 
     server_args = compat.current_server_args()
-    launch = launch_of(server_args)
+    launch = selecting_launch_of(server_args)
     if launch is None:
         return MHATokenToKVPool
     return bind_pool_class(plane_spec(launch), implementation(compat.resolved(server_args).device))
@@ -45,7 +45,7 @@ def build_mha_kv_pool(
     original: Callable[..., Any], configurator: Any, *, mha_pool_class: type, **kwargs: Any
 ) -> Any:
     """AROUND hook on ``KVCacheConfigurator._build_mha_kv_pool``: swap the pool class."""
-    if launch_of(configurator.server_args) is not None:
+    if selecting_launch_of(configurator.server_args) is not None:
         mha_pool_class = kv_pool_class()
     return original(configurator, mha_pool_class=mha_pool_class, **kwargs)
 
@@ -58,7 +58,7 @@ def compute_cell_size(
     Bytes of one token over all local layers, so that ``max_total_num_tokens`` stays honest.
     """
     cell: int = original(configurator, kvc, num_layers)
-    launch = launch_of(kvc.server_args)
+    launch = selecting_launch_of(kvc.server_args)
     if launch is None:
         return cell
     from sglang_sparse_radix.pool import extra_cell_bytes

@@ -105,9 +105,5 @@ class RequestTable:
 def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
     """AFTER hook on ``ForwardBatch.init_new``: the last place that sees the batch's requests."""
     if launch_of(model_runner.server_args) is not None and batch.reqs:
-        table: RequestTable = model_runner.attn_backend.requests
-        if result.forward_mode.is_decode_or_idle():
-            table.expect(batch.reqs)
-        else:
-            table.admit(batch.reqs, result.req_pool_indices)
+        model_runner.attn_backend.take_batch(batch.reqs, result)
     return result

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from sglang_sparse.choices.cadence import StepCadence
-from sglang_sparse.choices.choice import Choice, ModelShape
+from sglang_sparse.choices.choice import Choice, InvalidConfig, ModelShape
 from sglang_sparse.choices.role import Role
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.telemetry import LayerCounters
+    from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import CuboidPlane, Plane
 
@@ -32,7 +33,19 @@ class Point(Protocol):
     def recent_tokens(self) -> int: ...
 
     @property
+    def layers(self) -> LayersChoice: ...
+
+    @property
     def score(self) -> ScoreChoice: ...
+
+    @property
+    def budget(self) -> BudgetChoice: ...
+
+    @property
+    def prefill(self) -> PrefillChoice: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
 
     @property
     def cadence(self) -> StepCadence: ...
@@ -45,9 +58,14 @@ class Point(Protocol):
 
 
 class LayersChoice(Choice, ABC):
-    """Which layers select, and which attend to the selection of another one."""
+    """Which layers select, and which attend to the selection of another one.
+
+    Attributes:
+        selects: some layer does.
+    """
 
     kind: str
+    selects: ClassVar[bool] = True
 
     @abstractmethod
     def role(self, layer_id: int) -> Role:
@@ -65,6 +83,7 @@ class ScoreChoice(Choice, ABC):
     """How a unit of the context is scored for a query.
 
     Attributes:
+        selects: it is for layers that select.
         has_cuboids: a plane bounds each unit's keys by a cuboid, so that an estimator of the
             residual mass can ask for it.
         tile_pool: how tiles of prompt tokens pool this score over query heads: those of one KV
@@ -72,6 +91,7 @@ class ScoreChoice(Choice, ABC):
     """
 
     kind: str
+    selects: ClassVar[bool] = True
     has_cuboids: ClassVar[bool] = False
 
     @property
@@ -138,11 +158,13 @@ class BudgetChoice(Choice, ABC):
     """How much is selected.
 
     Attributes:
+        selects: it is for layers that select.
         key: the key that a request's budget replaces.
         list_key: the key that says how many tokens a list holds at least.
     """
 
     kind: str
+    selects: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
 
@@ -216,6 +238,50 @@ class BudgetRun(Protocol):
 
     def plan(self, request_slots: torch.Tensor) -> None:
         """Gather, once a batch, what the stages need of its requests (int64 [rows])."""
+
+
+class RetentionChoice(Choice, ABC):
+    """Which tokens of a request are held.
+
+    Attributes:
+        bounded: a request holds a number of tokens that does not grow with its length. Then no
+            layer selects: each attends to everything that is held.
+    """
+
+    kind: str
+    bounded: ClassVar[bool] = False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that a request holds; None for any number."""
+        return None
+
+    def check(self, point: Point) -> None:
+        """Refuse, with `InvalidConfig`, a config that it cannot be part of."""
+        axes = (
+            ("layers", point.layers.kind, point.layers.selects),
+            ("score", point.score.kind, point.score.selects),
+            ("budget", point.budget.kind, point.budget.selects),
+        )
+        for axis, kind, selects in axes:
+            if selects == self.bounded:
+                needed = "layers none, score none and budget held if what is held is bounded"
+                raise InvalidConfig(
+                    f"{axis}.kind {kind} does not go with retention.kind {self.kind}",
+                    allowed=f"{needed}, and none of these else",
+                    remedy=f"change {axis} or retention, or start from a preset",
+                )
+
+    def check_request(self, *, dense: bool, budget: float | None) -> None:
+        """Refuse, with `InvalidConfig`, what a request asks for and this cannot give."""
+
+    def shape(self) -> CascadeShape:
+        """Return what a request holds, for the kernels; of a bounded retention alone."""
+        raise NotImplementedError
+
+    def average(self) -> AttentionAverage:
+        """Return how scores follow from attention, for the kernels; as `shape`."""
+        raise NotImplementedError
 
 
 class PrefillChoice(Choice, ABC):

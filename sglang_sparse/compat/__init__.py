@@ -75,9 +75,11 @@ from sglang_sparse.compat.models import (
     is_mla,
     longest_row,
     read_model_config,
+    rotary_embeddings,
     serves_responses,
     sliding_window,
     tensor_group,
+    writes_kv_in_rope,
 )
 from sglang_sparse.compat.protocol import Hook, HookKind, SGLangVersion
 from sglang_sparse.compat.signatures import differences
@@ -100,6 +102,7 @@ __all__ = [
     "longest_row",
     "read_model_config",
     "resolved",
+    "rotary_embeddings",
     "serves_responses",
     "sglang_version",
     "sliding_window",
@@ -108,6 +111,7 @@ __all__ = [
     "tested_versions",
     "untested_warning",
     "verify_hooks",
+    "writes_kv_in_rope",
 ]
 
 _VERSIONS: dict[str, SGLangVersion] = {"0.5.17": v0517, "0.5.23": v0523}

@@ -14,6 +14,7 @@ from sglang_sparse.choices.interfaces import (
     BudgetChoice,
     LayersChoice,
     PrefillChoice,
+    RetentionChoice,
     ScoreChoice,
 )
 
@@ -22,14 +23,16 @@ if TYPE_CHECKING:
     Score = ScoreChoice
     Budget = BudgetChoice
     Prefill = PrefillChoice
+    Retention = RetentionChoice
 else:
     Layers = union_of("layers", LayersChoice)
     Score = union_of("score", ScoreChoice)
     Budget = union_of("budget", BudgetChoice)
     Prefill = union_of("prefill", PrefillChoice)
+    Retention = union_of("retention", RetentionChoice)
 
 # The names of the axes, in the order in which people are told of them.
-AXES = ("layers", "score", "budget", "cadence", "prefill")
+AXES = ("layers", "score", "budget", "cadence", "prefill", "retention")
 
 
 def budget_tokens(budget: BudgetChoice, context_len: int) -> int:

@@ -13,7 +13,8 @@ from pydantic import Field, model_validator
 from sglang_sparse.choices.cadence import StepCadence
 from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, PageSize
 from sglang_sparse.choices.prefill.dense import DensePrefill
-from sglang_sparse.config.axes import Budget, Layers, Prefill, Score, budget_tokens
+from sglang_sparse.choices.retention.everything import KeepAll
+from sglang_sparse.config.axes import Budget, Layers, Prefill, Retention, Score, budget_tokens
 from sglang_sparse.config.errors import shorten
 
 
@@ -82,7 +83,7 @@ def _head_dim(config: Mapping[str, Any], heads: int) -> int:
 
 
 class SparseConfig(Choice):
-    """One point on the five axes, with what all points share. Frozen, so it can key a cache.
+    """One point on the six axes, with what all points share. Frozen, so it can key a cache.
 
     Selection semantics are those of `DESIGN.md`: a list holds the best units of the domain, as many
     as `budget.list_size` says, always with the sinks and the recent tokens among them.
@@ -99,6 +100,7 @@ class SparseConfig(Choice):
     budget: Budget
     cadence: StepCadence = StepCadence()
     prefill: Prefill = DensePrefill()
+    retention: Retention = KeepAll()
 
     sink_tokens: int = Field(
         default=16, ge=0, le=MAX_COUNT, description="First tokens, always attended to."
@@ -147,6 +149,7 @@ class SparseConfig(Choice):
 
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
+        self.retention.check(self)
         self._check_page_holds_whole_units()
         self._check_budget_holds_forced_tokens()
         self.budget.check(self)
@@ -188,6 +191,8 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
 
 def preset_hash(config: SparseConfig) -> str:
     """Return 12 hexadecimal digits that change with anything in `config` but its description."""
-    content = config.model_dump(mode="json", exclude={"description"})
+    # A config that holds every token keeps the hash that it had before there was another choice.
+    skipped = {"description"} if config.retention.bounded else {"description", "retention"}
+    content = config.model_dump(mode="json", exclude=skipped)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -39,6 +39,7 @@ _OLLAMA = f"{_SRT}.entrypoints.ollama.serving.OllamaServing"
 _OPENAI = f"{_SRT}.entrypoints.openai"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _REPORTER = f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _POOL = f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator"
@@ -52,13 +53,23 @@ HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.add_cli_args", f"{_OURS}.flags:add_cli_args", "after"),
     Hook(f"{_SRT}.server_args.ServerArgs.from_cli_args", f"{_OURS}.flags:from_cli_args", "around"),
     Hook(
-        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+        f"{_KV}._build_mha_kv_pool",
         f"{_OURS}.pools:build_mha_kv_pool",
         "around",
     ),
     Hook(
         f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
         f"{_OURS}.pools:compute_cell_size",
+        "around",
+    ),
+    Hook(
+        f"{_KV}._resolve_memory_pool_config",
+        f"{_OURS}.state_pools:resolve_pool_config",
+        "around",
+    ),
+    Hook(
+        f"{_KV}._build_token_to_kv_pool",
+        f"{_OURS}.state_pools:build_token_to_kv_pool",
         "around",
     ),
     Hook(f"{_RUNNER}._capture_one_stream", f"{_GRAPHS}:capture_one_stream", "around"),
@@ -139,6 +150,9 @@ SEAMS = (
     f"{_TREE}._split_node",
     f"{_TREE}.cache_unfinished_req",
     f"{_TREE}.cache_finished_req",
+    f"{_KV}._profile_available_bytes",
+    f"{_KV}._apply_token_constraints",
+    f"{_SRT}.mem_cache.memory_pool.NoOpMHATokenToKVPool._create_buffers",
     f"{_POOL}.__init__",
     f"{_POOL}._create_buffers",
     f"{_POOL}._clear_buffers",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_sparse.graph_variants import VARIANTS, Variant
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import selecting_launch_of
 
 capturing: Variant = "dense"
 
@@ -21,7 +21,7 @@ def capture_one_stream(
 ) -> None:
     """AROUND hook on ``DecodeCudaGraphRunner._capture_one_stream``: capture once a variant."""
     global capturing
-    if launch_of(runner.model_runner.server_args) is None:
+    if selecting_launch_of(runner.model_runner.server_args) is None:
         original(runner, stream_idx)
         return
     for variant in VARIANTS:
@@ -35,6 +35,6 @@ def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwar
     The runner asks for the key after ``init_forward_metadata_out_graph`` chose the variant.
     """
     key = original(runner, *args, **kwargs)
-    if launch_of(runner.model_runner.server_args) is None:
+    if selecting_launch_of(runner.model_runner.server_args) is None:
         return key
     return replace(key, variant_label=runner.attn_backend.variant)
