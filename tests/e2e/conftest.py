@@ -148,7 +148,10 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "cascade": ([*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "2048"], {}),
     # Chunks that end inside of strides.
-    "cascade-chunks": ([*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320"], {}),
+    "cascade-chunks": (
+        [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
+        {},
+    ),
     "cascade-whole": (
         [
             *SPARSE,

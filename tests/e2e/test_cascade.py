@@ -14,6 +14,7 @@ import pytest
 from live_server import MODEL, LiveServer, token_ids
 
 from sglang_sparse.config import load_preset
+from sglang_sparse.metrics import PREFIX
 from sglang_sparse.research.cascade import CascadeDecoder
 from sglang_sparse.research.export import load
 from sglang_sparse.tasks import TaskSuite
@@ -69,6 +70,12 @@ def test_prompts_far_beyond_the_window_are_answered_as_the_definition_says(
     assert greedy(live, long_prompts) == expected
     # Slots that others left, and neighbours in a batch, change nothing.
     assert token_ids(live.generate(long_prompts[::-1], TOKENS, ignore_eos=True)) == expected[::-1]
+
+
+def test_sglangs_metrics_are_served_and_none_of_selections(server: Server) -> None:
+    said = server("cascade-chunks").call("/metrics")
+    assert "sglang:num_running_reqs" in said
+    assert PREFIX not in said
 
 
 def test_decoding_closes_strides_as_prompts_do(server: Server, suite: TaskSuite) -> None:

@@ -67,7 +67,7 @@ def test_sizes_that_cannot_be_held_are_refused(keys: dict[str, Any], problem: st
         ({"sink_tokens": 4}, "sink_tokens means nothing under retention.kind cascade"),
         ({"min_sparse_tokens": 4}, "min_sparse_tokens means nothing"),
         ({"cadence": {"every": 2}}, "cadence means nothing"),
-        ({"prefill": {"kind": "tile_topk"}}, "prefill means nothing"),
+        ({"prefill": {"kind": "tile_topk", "fraction": 0.1}}, "prefill means nothing"),
     ],
 )
 def test_other_axes_must_leave_everything_to_what_is_held(
