@@ -38,16 +38,25 @@ def call(base_url: str, path: str, body: dict[str, Any] | None = None) -> Any:
     return json.loads(text) if text.lstrip()[:1] in (b"{", b"[") else None
 
 
-def generate(base_url: str, prompts: list[list[int]], tokens: int) -> tuple[float, list[int]]:
+def generate(
+    base_url: str,
+    prompts: list[list[int]],
+    tokens: int,
+    options: dict[str, Any] | None = None,
+) -> tuple[float, list[int]]:
     """Seconds for one batch, and the cached tokens of each request.
+
+    Args:
+        base_url: the server's address.
+        prompts: token ids of each request.
+        tokens: that each answer has.
+        options: further sampling parameters, `custom_params` among them.
 
     Raises:
         RuntimeError: an answer has another length than asked for.
     """
-    body = {
-        "input_ids": prompts,
-        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-    }
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": prompts, "sampling_params": params | (options or {})}
     start = time.perf_counter()
     answers = call(base_url, "/generate", body)
     seconds = time.perf_counter() - start

@@ -24,8 +24,8 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
 
 
 def implementation(device: str) -> Impl:
-    """``torch`` on a CPU, ``triton`` elsewhere; follows the server's device, never a fallback."""
-    return "torch" if device == "cpu" else "triton"
+    """``cpu`` on a CPU, ``triton`` elsewhere; follows the server's device, never a fallback."""
+    return "cpu" if device == "cpu" else "triton"
 
 
 def kv_pool_class() -> type:

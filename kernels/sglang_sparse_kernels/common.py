@@ -5,7 +5,12 @@ from typing import Literal, get_args
 
 import torch
 
-Impl = Literal["triton", "torch"]
+Impl = Literal["triton", "cpu", "torch"]
+"""Kernels of a GPU; what is fast on a CPU; the references.
+
+An operator whose reference is fast enough on a CPU has one implementation for both of the latter.
+"""
+
 Reduce = Literal["max", "sum"]
 
 PAGE_SIZES = (16, 32, 64)

@@ -189,8 +189,8 @@ class Scores:
     """Scores of the units of a batch, and the largest of each block of them.
 
     A score operator writes both: NaN as -inf, +inf as the largest finite number. Scores from
-    elsewhere go through :func:`sglang_sparse_kernels.find_block_max` first. "torch" needs and
-    writes no block maxima.
+    elsewhere go through :func:`sglang_sparse_kernels.find_block_max` first. "cpu" and
+    "torch" need and write no block maxima.
 
     Attributes:
         values: float32 [R, lists, max_units] ("torch" also float64), contiguous.

@@ -275,8 +275,8 @@ def bind_pool_class(spec: PlaneSpec, impl: Impl) -> type[SparseMHATokenToKVPool]
 
     Args:
         spec: the planes to keep.
-        impl: `"triton"` or `"torch"`, passed to the plane-update kernel; one never falls back to
-            the other.
+        impl: `"triton"`, `"cpu"` or `"torch"`, passed to the plane-update kernel; none falls back
+            to another.
 
     Raises:
         ValueError: unknown `impl`.

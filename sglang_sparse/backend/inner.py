@@ -15,7 +15,7 @@ from sglang_sparse_kernels.common import Impl
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-_ON = {"triton": "flashinfer", "torch": "torch_native"}
+_ON = {"triton": "flashinfer", "cpu": "torch_native", "torch": "torch_native"}
 
 
 class InnerBackends:

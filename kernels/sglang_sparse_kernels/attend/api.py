@@ -6,6 +6,7 @@ import torch
 from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
+from .cpu import gathered_decode_attention_cpu
 from .reference import gathered_decode_attention_reference
 
 
@@ -36,7 +37,7 @@ def gathered_decode_attention(
         softmax: scale and cap of the logits.
         out: [R, H * G, D], q's dtype, contiguous; every entry is written.
         workspace: from :func:`make_workspace` for at least R rows. Needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.
@@ -50,6 +51,9 @@ def gathered_decode_attention(
         raise ValueError(f"unit={lists.unit} must divide page_size={kv.page_size}")
     if impl == "torch":
         gathered_decode_attention_reference(q, kv, plan, lists, softmax=softmax, out=out)
+        return
+    if impl == "cpu":
+        gathered_decode_attention_cpu(q, kv, plan, lists, softmax=softmax, out=out)
         return
     kv.check_triton(q)
     check_dtype("out", out, q.dtype)

@@ -46,7 +46,7 @@ def count_decode(
         sums: int64 [len(COUNTS)], contiguous; changed in place.
         unit: tokens a selection unit.
         capacity_units: units a list holds.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a number out of range.
@@ -62,7 +62,7 @@ def count_decode(
     for name, value in {"unit": unit, "capacity_units": capacity_units}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if impl == "torch":
+    if impl != "triton":
         count_decode_reference(plan, budgets, sums, unit=unit, capacity_units=capacity_units)
         return
     from .kernel import count_decode_triton

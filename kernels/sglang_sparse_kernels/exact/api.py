@@ -8,6 +8,7 @@ import torch
 from ..common import IMPLS, Impl, check_choice, check_shape
 from ..plan import DecodePlan
 from ..records import KVView, Scores, Softmax
+from .cpu import exact_score_cpu
 from .reference import exact_score_reference
 from .types import ExactWorkspace
 
@@ -53,7 +54,7 @@ def exact_score(
         pool: "group": one score a KV head; "heads": one for the layer.
         out: R rows of H lists, or of one if ``pool`` is "heads"; at least tail_start units.
         workspace: at least R rows, from :func:`make_exact_workspace`. Needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or ``pool``, a wrong dtype or shape, a workspace that is
@@ -64,6 +65,9 @@ def exact_score(
     out.check(plan.num_rows, lists_of(pool, kv.num_heads))
     if impl == "torch":
         exact_score_reference(q, kv, plan, softmax=softmax, pool=pool, out=out.values)
+        return
+    if impl == "cpu":
+        exact_score_cpu(q, kv, plan, softmax=softmax, pool=pool, out=out.values)
         return
     kv.check_triton(q)
     out.check_triton()

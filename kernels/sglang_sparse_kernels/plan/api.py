@@ -18,14 +18,14 @@ def snapshot_page_table(
         page_size: tokens a physical page: 16, 32 or 64.
         out: int32 [R, max_pages]; entry (r, j) becomes the page of positions
             [j * page_size, (j + 1) * page_size). Entries past a row's length stay untouched.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or page size, a wrong dtype or shape.
     """
     check_choice("impl", impl, IMPLS)
     tokens.check(page_size, out)
-    if impl == "torch":
+    if impl != "triton":
         snapshot_page_table_reference(tokens, page_size=page_size, out=out)
         return
     from .kernel import snapshot_page_table_triton
@@ -51,14 +51,14 @@ def plan_decode(
         state: of all requests.
         rules: of the server.
         plan: buffers of exactly R rows (see :meth:`DecodePlan.rows`).
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or page size, a wrong dtype or shape.
     """
     check_choice("impl", impl, IMPLS)
     tokens.check(rules.page_size, plan.page_table)
-    if impl == "torch":
+    if impl != "triton":
         plan_decode_reference(tokens, state, rules, plan=plan)
         return
     from .kernel import plan_decode_triton

@@ -68,7 +68,7 @@ def update_planes(
         end: int32 [R], one past the last position with K; at most ``start`` for nothing to do.
         page_size: tokens a physical page: 16, 32 or 64.
         max_new_tokens: host upper bound of ``end - start`` over the rows; 1 for decode.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, planes that do not fit K.
@@ -86,7 +86,7 @@ def update_planes(
         check_dtype(name, tensor, torch.int32)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if impl == "torch":
+    if impl != "triton":
         update_planes_reference(k_layers, planes, page_table, start, end, page_size=page_size)
         return
     if k_ptrs is None:

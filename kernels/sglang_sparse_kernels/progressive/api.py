@@ -43,7 +43,7 @@ def rank_units(
             r, ascending, with the same arguments.
         ranking: lists of the batch's rows are rewritten.
         always: tokens that are selected whatever their scores.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
@@ -55,7 +55,7 @@ def rank_units(
     check_shape("selected", selected, (rows, heads, ranking.capacity))
     check_dtype("selected", selected, torch.int32)
     check_contiguous("selected", selected)
-    if impl == "torch":
+    if impl != "triton":
         rank_units_reference(scores.values, plan, selected, ranking, always=always)
         return
     scores.check_triton()
@@ -97,7 +97,7 @@ def residual_bounds(
         margin: nats to take off, at least 0.
         out: [R, H, G, checks], contiguous, bounds' dtype: log2 of the bound, in the scale of
             exp(logit); at least ``num_stop_checks`` of them.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a number out of range.
@@ -114,7 +114,7 @@ def residual_bounds(
     checks = num_stop_checks(ranking.capacity, ranking.unit, microbatch)
     if out.shape[3] < checks:
         raise ValueError(f"out holds {out.shape[3]} stop checks, these lists take {checks}")
-    if impl == "torch":
+    if impl != "triton":
         residual_bounds_reference(
             bounds, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
             margin=margin, out=out,
@@ -169,7 +169,7 @@ def progressive_decode_attention(
         out: [R, H * G, D], q's dtype, contiguous; every entry is written. With None only the stops
             are found: V is not read, and no attention is computed.
         workspace: at least R rows. Needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or share, a wrong dtype or shape, a number out of range,
@@ -189,7 +189,7 @@ def progressive_decode_attention(
         check_dtype("counters", state.counters, torch.int64)
     if out is not None:
         check_shape("out", out, tuple(q.shape))
-    if impl == "torch":
+    if impl != "triton":
         progressive_decode_attention_reference(
             q, kv, plan, ranking, stop, state, softmax=softmax, out=out
         )

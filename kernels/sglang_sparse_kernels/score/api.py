@@ -18,6 +18,7 @@ from ..common import (
 from ..plan import DecodePlan
 from ..planes import KeySketch, PageCuboids
 from ..records import Scores
+from .cpu import page_bounds_cpu, page_minmax_score_cpu, select_channels_cpu, sketch_score_cpu
 from .reference import (
     page_bounds_reference,
     page_minmax_score_reference,
@@ -39,7 +40,7 @@ def select_channels(
         channels: int32 [request slots, H, D_b], contiguous; row request_slots[r] is rewritten,
             ascending.
         plan: R rows; request_slots, refresh and k_units are read.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, or D_b > D.
@@ -54,6 +55,9 @@ def select_channels(
         raise ValueError(f"{channels.shape[2]} channels of a head dimension of {q.shape[2]}")
     if impl == "torch":
         select_channels_reference(q, channels, plan)
+        return
+    if impl == "cpu":
+        select_channels_cpu(q, channels, plan)
         return
     check_dense_rows("q", q)
     from .channel_kernel import select_channels_triton
@@ -88,7 +92,7 @@ def sketch_score(
         reduce: "max" or "sum" over the group.
         out: R rows of H lists, at least tail_start units.
         choose_channels: first do what :func:`select_channels` does, in the same launch.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or ``reduce``, a wrong dtype or shape.
@@ -105,6 +109,11 @@ def sketch_score(
         if choose_channels:
             select_channels_reference(q, channels, plan)
         sketch_score_reference(q, channels, sketch, plan, reduce=reduce, out=out.values)
+        return
+    if impl == "cpu":
+        if choose_channels:
+            select_channels_cpu(q, channels, plan)
+        sketch_score_cpu(q, channels, sketch, plan, reduce=reduce, out=out.values)
         return
     check_dense_rows("q", q)
     out.check_triton()
@@ -134,6 +143,9 @@ def page_bounds(
     check_contiguous("out", out)
     if impl == "torch":
         page_bounds_reference(q, pages, plan, out=out)
+        return
+    if impl == "cpu":
+        page_bounds_cpu(q, pages, plan, out=out)
         return
     check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
@@ -168,7 +180,7 @@ def page_minmax_score(
         plan: R rows; page_table, tail_start, k_units and reselect are read.
         reduce: "max" or "sum" over the group.
         out: R rows of H lists, at least ceil(tail_start / unit) units.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or ``reduce``, a wrong dtype or shape.
@@ -182,6 +194,9 @@ def page_minmax_score(
     out.check(plan.num_rows, heads)
     if impl == "torch":
         page_minmax_score_reference(q, pages, plan, reduce=reduce, out=out.values)
+        return
+    if impl == "cpu":
+        page_minmax_score_cpu(q, pages, plan, reduce=reduce, out=out.values)
         return
     check_dense_rows("q", q)
     out.check_triton()

@@ -4,6 +4,7 @@
 from ..common import IMPLS, Impl, check_choice, check_shape
 from ..plan import DecodePlan
 from ..records import Always, Lists, Scores
+from .cpu import select_topk_cpu
 from .reference import find_block_max_reference, select_topk_reference
 from .types import TopkWorkspace
 
@@ -17,14 +18,14 @@ def find_block_max(scores: Scores, plan: DecodePlan, *, unit: int, impl: Impl) -
         scores: R rows; changed in place.
         plan: R rows; tail_start, k_units and reselect are read.
         unit: tokens a unit.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
     """
     check_choice("impl", impl, IMPLS)
     scores.check(plan.num_rows, -1)
-    if impl == "torch":
+    if impl != "triton":
         find_block_max_reference(scores, plan, unit=unit)
         return
     scores.check_triton()
@@ -57,7 +58,7 @@ def select_topk(
         lists: those of the batch's rows are rewritten; a ``head_map`` has no part in it.
         always: tokens that are selected whatever their scores.
         workspace: at least R rows, from :func:`make_topk_workspace`. Needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.
@@ -68,6 +69,9 @@ def select_topk(
     lists.check_written(rows)
     if impl == "torch":
         select_topk_reference(scores.values, plan, lists, always=always)
+        return
+    if impl == "cpu":
+        select_topk_cpu(scores.values, plan, lists, always=always)
         return
     scores.check_triton()
     if workspace is None:

@@ -23,7 +23,7 @@ class StepContext:
         lists: what this layer writes, if it selects, and what it attends to.
         softmax: scale and cap of the logits.
         out: [R, H * G, D] in q's dtype, contiguous; written by a stage that attends.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
         rows: which rows of the batch these are, for state that follows the whole batch.
     """
 

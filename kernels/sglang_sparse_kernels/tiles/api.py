@@ -50,7 +50,7 @@ def tile_score(
         softmax: scale and cap of the logits.
         pool: "group": one score a KV head; "heads": one for the layer.
         out: T rows of H lists, or of one if ``pool`` is "heads"; at least tail_start units.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl`` or ``pool``, a wrong dtype or shape, too large a tile.
@@ -58,7 +58,7 @@ def tile_score(
     check_choice("impl", impl, IMPLS)
     _check(q, kv, plan)
     out.check(plan.rows.num_rows, lists_of(pool, kv.num_heads))
-    if impl == "torch":
+    if impl != "triton":
         tile_score_reference(q, kv, plan, softmax=softmax, pool=pool, out=out.values)
         return
     _check_triton(q, kv, plan)
@@ -93,7 +93,7 @@ def tile_attention(
         lists: of single tokens, for T rows; entries past k_units are not attended to.
         softmax: scale and cap of the logits.
         out: [tokens, H * G, D], q's dtype, contiguous; written for every token of a tile.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, too large a tile.
@@ -104,7 +104,7 @@ def tile_attention(
     lists.check_read(plan.rows.num_rows, kv.num_heads)
     if lists.unit != 1:
         raise ValueError(f"unit={lists.unit} must be 1: tiles list single tokens")
-    if impl == "torch":
+    if impl != "triton":
         tile_attention_reference(q, kv, plan, lists, softmax=softmax, out=out)
         return
     _check_triton(q, kv, plan)

@@ -246,7 +246,7 @@ class TileRun:
         from sglang_sparse_kernels.common import next_power_of_2
         from sglang_sparse_kernels.tiles import tile_budget
 
-        if self.impl == "torch":
+        if self.impl != "triton":
             return _aligned(plan.max_tail), plan.max_units
         width = max(_LEAST_WIDTH, next_power_of_2(plan.max_tail))
         width = min(width, _aligned(max_pages * self.page_size))
@@ -261,7 +261,7 @@ class TileRun:
         """
         import torch
 
-        if self.impl == "torch":
+        if self.impl != "triton":
             return
         programs = self.programs.values()
         kinds = {(p.role.selects, p.attends, p.head_map is None): p.layer for p in programs}

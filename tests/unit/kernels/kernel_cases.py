@@ -26,6 +26,10 @@ from sglang_sparse_kernels import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
+# What the definitions are tested as, what is tested against them, and all.
+PYTORCH = ("torch", "cpu") if DEVICE.type == "cpu" else ("torch",)
+FAST = (*PYTORCH[1:], "triton")
+IMPLS = ("torch", *FAST)
 
 
 @dataclass

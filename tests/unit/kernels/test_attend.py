@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, FAST, IMPLS, NAN, PYTORCH, Batch
 
 from sglang_sparse_kernels import Softmax, gathered_decode_attention, make_workspace
 
@@ -85,9 +85,10 @@ def rounding(dtype: torch.dtype) -> float:
     return 3 * UNIT_ROUNDOFF[dtype]
 
 
+@pytest.mark.parametrize("impl", PYTORCH)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("logit_cap", [0.0, 2.0])
-def test_reference_equals_plain_softmax(case: tuple, logit_cap: float) -> None:
+def test_definition_equals_plain_softmax(case: tuple, logit_cap: float, impl: str) -> None:
     batch = make_batch(case)
     batch.q, batch.k, batch.v = (
         batch.q.double(),
@@ -96,22 +97,25 @@ def test_reference_equals_plain_softmax(case: tuple, logit_cap: float) -> None:
     )
     lists = batch.random_lists()
     want = naive_attention(batch, lists, torch.float64, logit_cap)
-    torch.testing.assert_close(attend(batch, lists, "torch", logit_cap), want)
+    torch.testing.assert_close(attend(batch, lists, impl, logit_cap), want)
 
 
+@pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("logit_cap", [0.0, 5.0])
-def test_kernel_is_within_the_error_budget_of_float64(case: tuple, logit_cap: float) -> None:
+def test_kernel_is_within_the_error_budget_of_float64(
+    case: tuple, logit_cap: float, impl: str
+) -> None:
     batch = make_batch(case)
     lists = batch.random_lists()
     exact = naive_attention(batch, lists, torch.float64, logit_cap)
     eager = naive_attention(batch, lists, batch.dtype, logit_cap)
-    got = attend(batch, lists, "triton", logit_cap)
+    got = attend(batch, lists, impl, logit_cap)
     for row in range(len(batch.lengths)):
         assert_within_budget(got[row], exact[row], eager[row], rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("unit", [1, 16])
 def test_a_budget_above_the_context_equals_dense(impl: str, unit: int) -> None:
     case = ([111, 63, 200], 32, 2, 2, 64, torch.bfloat16, unit, 3)
@@ -125,7 +129,7 @@ def test_a_budget_above_the_context_equals_dense(impl: str, unit: int) -> None:
     assert_within_budget(got, exact, eager, rounding(dense.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_counts_may_differ_between_heads_and_be_zero(impl: str) -> None:
     batch = make_batch(([111, 200], 32, 3, 2, 64, torch.bfloat16, 1, 2))
     indices, counts = batch.random_lists()
@@ -164,7 +168,7 @@ def test_any_number_of_splits_gives_the_same_attention(
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_batch_neighbours_do_not_change_a_row(impl: str) -> None:
     batch = make_batch(([257, 111, 300], 64, 2, 4, 64, torch.bfloat16, 1, 1), dense_rows=())
     lists = batch.random_lists()
@@ -178,7 +182,7 @@ def test_batch_neighbours_do_not_change_a_row(impl: str) -> None:
     assert not torch.equal(before[1], after[1])
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("head_map", [[2, 0, 2], [0, 0, 0]])
 def test_a_head_attends_to_the_list_that_it_is_mapped_to(impl: str, head_map: list[int]) -> None:
     batch = make_batch(([257, 111, 300], 64, 3, 4, 64, torch.bfloat16, 1, 1), dense_rows=())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, IMPLS, NAN, Batch
 
 from sglang_sparse_kernels import (
     Always,
@@ -125,7 +125,7 @@ def check_lists(batch: Batch, scores: torch.Tensor, got: tuple, sink: int, recen
 KINDS = ("normal", "ties", "constant", "zeros", "infinite", "clustered", "tiny", "hidden")
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("lengths", "budget", "unit", "sink", "recent"),
@@ -148,7 +148,7 @@ def test_lists_equal_a_sort(
     check_lists(batch, scores, got, sink, recent)
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_rows_between_selections_keep_their_lists(impl: str) -> None:
     batch = Batch([99, 100, 102, 103], reselect_every=3, seed=2)
     assert sorted(batch.plan.reselect.tolist()) == [0, 0, 1, 1]
@@ -156,7 +156,7 @@ def test_rows_between_selections_keep_their_lists(impl: str) -> None:
     check_lists(batch, scores, select(batch, scores, impl, sink=2, recent=3), 2, 3)
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_reselected_row_without_budget_gets_an_empty_list(impl: str) -> None:
     batch = Batch([100, 90], seed=3)
     batch.plan.k_units[1] = 0
@@ -166,7 +166,7 @@ def test_a_reselected_row_without_budget_gets_an_empty_list(impl: str) -> None:
     assert (counts[batch.plan.request_slots[0]] == 40).all()
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_fewer_slots_than_forced_units_keep_the_lowest(impl: str) -> None:
     batch = Batch([100], budget=6, capacity=6, seed=4)
     scores = random_scores(batch, "normal", 110)
@@ -287,7 +287,7 @@ def test_a_row_that_parts_cannot_list_is_taken_by_one_program(
     assert bool(found.sum() <= 1000) == shared
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_scores_from_elsewhere_become_numbers_with_their_block_maxima(impl: str) -> None:
     batch = Batch([257, 1, 111], unit=1, seed=6)
     for kind in ("hidden", "infinite", "none"):

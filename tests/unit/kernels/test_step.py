@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole decode steps: all operators together, both implementations, and under a CUDA graph."""
+"""Whole decode steps: all operators together, each implementation, and under a CUDA graph."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF
-from kernel_cases import DEVICE, NAN, Batch, Guarded
+from kernel_cases import DEVICE, FAST, NAN, Batch, Guarded
 
 from sglang_sparse_kernels import (
     Always,
@@ -130,27 +130,29 @@ def run(
     return outputs, computed, decoder
 
 
+@pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("unit", [1, 16])
-def test_both_implementations_decode_alike(unit: int) -> None:
-    triton_outputs, scores, triton_decoder = run("triton", unit)
+def test_each_implementation_decodes_as_the_references_do(unit: int, impl: str) -> None:
+    outputs, scores, decoder = run(impl, unit)
     torch_outputs, _, torch_decoder = run("torch", unit, scores)
-    for got, want in zip(triton_outputs, torch_outputs, strict=True):
+    for got, want in zip(outputs, torch_outputs, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
-        # Both round once to bf16; the kernel rounds the probabilities as well.
+        # Both round once to bf16; a kernel rounds the probabilities as well.
         assert error <= 3 * UNIT_ROUNDOFF[torch.bfloat16]
-    used = triton_decoder.plan.request_slots[triton_decoder.plan.k_units > 0].long()
+    used = decoder.plan.request_slots[decoder.plan.k_units > 0].long()
     assert len(used) == 2
-    kept = int(triton_decoder.plan.k_units.max())
-    got = triton_decoder.indices[used][..., :kept]
+    kept = int(decoder.plan.k_units.max())
+    got = decoder.indices[used][..., :kept]
     assert torch.equal(got, torch_decoder.indices[used][..., :kept])
-    for name, plane in triton_decoder.planes.tensors().items():
+    for name, plane in decoder.planes.tensors().items():
         same = torch_decoder.planes.tensors()[name]
         assert torch.equal(plane.view(torch.uint8), same.view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("broken", ["nan query", "nan keys", "infinite query", "equal keys"])
-def test_broken_numbers_stay_inside_their_buffers(unit: int, broken: str) -> None:
+def test_broken_numbers_stay_inside_their_buffers(unit: int, broken: str, impl: str) -> None:
     batch = Batch(
         [190, 333], unit=unit, group=4, page_size=32, capacity=48, budget=48, seed=unit
     )  # fmt: skip
@@ -163,7 +165,7 @@ def test_broken_numbers_stay_inside_their_buffers(unit: int, broken: str) -> Non
     else:
         for plane in planes.tensors().values():
             plane.view(torch.uint8).fill_(0xFF if broken == "nan keys" else 0)
-    decoder = Decoder(batch, planes, "triton")
+    decoder = Decoder(batch, planes, impl)
     decoder.step()
     decoder.guarded.check()
     for row in decoder.plan.request_slots.tolist():

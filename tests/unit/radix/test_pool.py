@@ -250,7 +250,7 @@ def test_hnd_layout_is_refused():
 def test_page_size_and_impl_are_checked():
     with pytest.raises(ValueError, match="--page-size is 8"):
         build(page_size=8)
-    with pytest.raises(ValueError, match="triton, torch"):
+    with pytest.raises(ValueError, match="triton, cpu, torch"):
         bind_pool_class(ALL, "cuda")
     with pytest.raises(RuntimeError, match="bind_pool_class"):
         SparseMHATokenToKVPool(32, 16, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)

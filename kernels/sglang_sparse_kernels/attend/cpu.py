@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention for a CPU: rows are gathered once for all heads, and multiplied in float32."""
+
+import torch
+
+from ..common import accumulate_dtype
+from ..paged import products, weighted_sum
+from ..plan import DecodePlan
+from ..records import KVView, Lists, Softmax
+
+
+def gathered_decode_attention_cpu(
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
+    out: torch.Tensor,
+) -> None:  # fmt: skip
+    """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
+    lengths, tails, kept = (
+        column.tolist() for column in (plan.seq_lens, plan.tail_start, plan.k_units)
+    )
+    query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
+    for row, (length, tail, units) in enumerate(zip(lengths, tails, kept, strict=True)):
+        if units == 0 and tail == 0:
+            result = _attend_to_all(query[row], kv, row, length, softmax)
+        else:
+            positions, hidden = _positions(lists, row, kv.num_heads, length, tail, units)
+            result = _attend(query[row], kv, row, positions, hidden, softmax)
+        out[row] = result.flatten(0, 1)
+
+
+def _attend_to_all(
+    query: torch.Tensor, kv: KVView, row: int, length: int, softmax: Softmax
+) -> torch.Tensor:
+    """Attention of ``query`` [H, G, D] to all of a row; [H, G, D]."""
+    table = kv.page_table[row]
+    logits = softmax.logits(products(query, kv.k, table, length, kv.page_size))
+    return weighted_sum(logits.softmax(-1), kv.v, table, kv.page_size)
+
+
+def _positions(
+    lists: Lists, row: int, heads: int, length: int, tail: int, units: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What each KV head attends to: int64 [H, n], and bool [H, n] where a list has ended.
+
+    Entries that a list lacks are the last position, which every head attends to: so nothing is
+    read that the row does not attend to. The second is None if no list lacks any.
+    """
+    unit, after = lists.unit, torch.arange(tail, length)
+    if units == 0:
+        return after.expand(heads, -1), None
+    list_row, listed = int(lists.rows[row]), min(units, lists.capacity)
+    indices, counts = lists.indices[list_row], lists.counts[list_row]
+    if lists.head_map is not None:
+        indices, counts = indices[lists.head_map], counts[lists.head_map]
+    selected = indices[:, :listed].long()
+    short = min(counts.tolist()) < listed
+    if unit > 1:
+        selected = (selected[..., None] * unit + torch.arange(unit)).flatten(1)
+    hidden = None
+    if short or (unit > 1 and tail % unit):
+        in_list = torch.arange(listed) < counts[:, None]
+        shown = in_list.repeat_interleave(unit, 1) & (selected < tail)
+        selected = selected.where(shown, length - 1)
+        hidden = torch.nn.functional.pad(~shown, (0, length - tail))
+    return torch.cat((selected, after.expand(heads, -1)), 1), hidden
+
+
+def _attend(
+    query: torch.Tensor,
+    kv: KVView,
+    row: int,
+    positions: torch.Tensor,
+    hidden: torch.Tensor | None,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """Attention of ``query`` [H, G, D] to ``positions`` [H, n] that are not hidden; [H, G, D]."""
+    heads, dim = kv.num_heads, query.shape[2]
+    # The heads of a slot are rows of their own.
+    at = (kv.slots(row, positions) * heads + torch.arange(heads)[:, None]).flatten()
+    keys, values = (
+        cache.view(-1, dim).index_select(0, at).view(heads, -1, dim).to(query.dtype)
+        for cache in (kv.k, kv.v)
+    )
+    logits = softmax.logits(torch.bmm(query, keys.transpose(1, 2)))
+    if hidden is not None:
+        logits = logits.masked_fill(hidden[:, None], float("-inf"))
+    return torch.bmm(logits.softmax(-1), values)
