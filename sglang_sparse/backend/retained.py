@@ -90,6 +90,9 @@ class RetainedAttentionBackend(AttentionBackend):
         self._decode = self._rows(pool.slots)
         self._parts: list[Part] = []
         self.forward_metadata: Any = None
+        # Compiles what runs at the end of a stride: the first one must not wait for it.
+        padding = self._rows(1)
+        self._close(pool.state, padding.slots, padding.seq_lens)
         logger.info(self._banner())
 
     def _rows(self, count: int) -> CascadeBatch:
