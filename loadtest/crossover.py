@@ -25,11 +25,11 @@ Times = dict[tuple[int, int], float]  # (context, batch): milliseconds per outpu
 def times_of(path: Path) -> Times:
     """Medians of the cells whose requests share one prompt, long enough to be sparse."""
     report = json.loads(path.read_text())
-    least = (report["sparse"] or {"min_sparse_tokens": 0})["min_sparse_tokens"]
+    min_tokens = (report["sparse"] or {"min_sparse_tokens": 0})["min_sparse_tokens"]
     return {
         (c["context"], c["batch"]): c["ms_per_token"]
         for c in report["cells"]
-        if c["shared_prompt"] and c["context"] >= least
+        if c["shared_prompt"] and c["context"] >= min_tokens
     }
 
 

@@ -57,11 +57,11 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
         for name, times in by_name.items()
     ]
     # A launch may come up while the one before it ends: such time counts once.
-    busy, until = 0.0, 0.0
+    busy, covered = 0.0, 0.0
     for event in work:
         end = event["ts"] + event["dur"]
-        busy += max(0.0, end - max(event["ts"], until))
-        until = max(until, end)
+        busy += max(0.0, end - max(event["ts"], covered))
+        covered = max(covered, end)
     busy /= STEPS
     return {
         "span_us": span / STEPS,

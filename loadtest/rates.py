@@ -13,13 +13,13 @@ Trials = list[dict[str, Any]]
 STEPS = (1.0, 1.25, 1.5, 1.75)  # of a power of two
 
 
-def grid(least: float, most: float) -> list[float]:
-    """The rates from `least` to `most`: powers of two, and three steps between two of them.
+def grid(low: float, high: float) -> list[float]:
+    """The rates from `low` to `high`: powers of two, and three steps between two of them.
 
     Two servers that are searched between other ends still share the rates between them.
     """
     rates = [2.0**power * step for power in range(-10, 14) for step in STEPS]
-    return [rate for rate in rates if least <= rate <= most]
+    return [rate for rate in rates if low <= rate <= high]
 
 
 def bracket(trials: Trials, limit_s: float, rates: list[float]) -> tuple[int, int]:

@@ -43,9 +43,9 @@ Options = tuple[dict[str, Any] | None, ...]
 def options_of(state: dict[str, Any]) -> Options:
     """What requests ask for under `custom_params.sparse`, by the range that the server allows."""
     allowed = state["request_budget"]
-    least, most = allowed["least"], allowed["most"]
-    middle = (least + most) // 2 if isinstance(most, int) else (least + most) / 2
-    return None, None, {"mode": "dense"}, {"budget": least}, {"budget": middle}
+    low, high = allowed["least"], allowed["most"]
+    middle = (low + high) // 2 if isinstance(high, int) else (low + high) / 2
+    return None, None, {"mode": "dense"}, {"budget": low}, {"budget": middle}
 
 
 def sparse_state(url: str) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Worker:
         model = call(url, "/v1/models")["data"][0]["id"]
         self._drawn = [Conversations(s, model, seed) for s in (mixed, mixed, fresh)]
 
-    def run(self, until: float) -> None:
+    def run(self, deadline: float) -> None:
         """Work until `time.monotonic()` reaches `until`."""
         kinds: dict[str, tuple[Callable[[], None], int]] = {
             "answered": (self.answered, 10),
@@ -97,7 +97,7 @@ class Worker:
         }
         names = list(kinds)
         weights = [weight for _, weight in kinds.values()]
-        while time.monotonic() < until:
+        while time.monotonic() < deadline:
             name = self._source.choices(names, weights)[0]
             try:
                 kinds[name][0]()
@@ -198,11 +198,11 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
     outcome, options = Outcome(), options_of(sparse_state(server.url))
     logged = server.log.stat().st_size
     workers = [Worker(server.url, seed + n, outcome, longest, options) for n in range(WORKERS)]
-    until = time.monotonic() + seconds
-    threads = [threading.Thread(target=worker.run, args=(until,)) for worker in workers]
+    deadline = time.monotonic() + seconds
+    threads = [threading.Thread(target=worker.run, args=(deadline,)) for worker in workers]
     for thread in threads:
         thread.start()
-    while time.monotonic() < until:
+    while time.monotonic() < deadline:
         outcome.rss_mib.append(resident_mib(server.pid))
         time.sleep(min(2.0, max(0.1, seconds / 40)))
     for thread in threads:

@@ -27,6 +27,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ ANSWER_SECONDS = 120
 TOKENS = (16, 80)
 # Of two logits that differ by less, rounding may prefer either: a bf16 step of a logit below 32.
 TIE = 0.25
+ANSWER_TOKENS = 16
 
 
 @dataclass
@@ -161,31 +163,40 @@ def first_answer(server: Server, began: float) -> dict[str, Any]:
     return found | {"answered": True, "first_answer_seconds": time.monotonic() - asked}
 
 
+def first_difference(one: list[int], two: list[int]) -> int | None:
+    """Index of the first token that differs, or that one of the answers lacks; None if equal."""
+    pairs = zip_longest(one, two)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+
+
 def compare(one: Server, two: Server, count: int, length: int, vocab: int) -> dict[str, Any]:
-    """Greedy answers of two ranks beside those of one."""
+    """Greedy answers of two ranks beside those of one; an answer that ends early is a failure."""
     source = random.Random(f"{count}/{length}")
     prompts = []
     for _ in range(count):
         segment = [source.randrange(300, vocab) for _ in range(source.randrange(40, 200))]
         prompts.append((segment * (length // len(segment) + 1))[:length])
-    same_first = same_all = 0
+    same_first = same_all = cut_short = 0
     gaps = []
     for prompt in prompts:
-        a, b = (server.generate([prompt], 16)[0]["meta_info"] for server in (one, two))
-        want, got = a["output_token_logprobs"], b["output_token_logprobs"]
-        apart = next((i for i, (x, y) in enumerate(zip(want, got)) if x[1] != y[1]), None)  # noqa: B905
+        a, b = (server.generate([prompt], ANSWER_TOKENS)[0]["meta_info"] for server in (one, two))
+        tokens = [[x[1] for x in answer["output_token_logprobs"]] for answer in (a, b)]
+        cut_short += any(len(answer) != ANSWER_TOKENS for answer in tokens)
+        apart = first_difference(*tokens)
         same_first += apart != 0
         same_all += apart is None
-        if apart is not None:
+        if apart is not None and apart < len(tokens[0]):
             likeliest = [entry[0] for entry in a["output_top_logprobs"][apart]]
             gaps.append(likeliest[0] - likeliest[1])
+    close = same_first / count >= 0.95 and all(gap <= TIE for gap in gaps)
     return {
         "prompts": count,
         "tokens": length,
         "same_first_token": same_first / count,
         "same_sixteen_tokens": same_all / count,
         "gaps_where_they_diverge": sorted(gaps),
-        "ok": same_first / count >= 0.95 and all(gap <= TIE for gap in gaps),
+        "cut_short": cut_short,
+        "ok": close and not cut_short,
     }
 
 

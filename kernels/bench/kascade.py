@@ -247,9 +247,9 @@ class PrefillCase:
         self.select(score=True, select=True)
         assert len(self.scores.values) >= self.plan.rows.num_rows, "the check takes one pass"
         got, lists = self.scores.values.clone(), self.indices.clone()
-        listed = torch.arange(lists.shape[2], device="cuda") < self.counts[..., None]
+        valid = torch.arange(lists.shape[2], device="cuda") < self.counts[..., None]
         self.select(score=False, select=True, impl="torch")
-        assert torch.equal(self.indices[listed], lists[listed]), "select_topk"
+        assert torch.equal(self.indices[valid], lists[valid]), "select_topk"
         self.select(score=True, select=False, impl="torch")
         valid = ~got.isnan()
         error = float((got[valid] - self.scores.values[valid]).abs().max())

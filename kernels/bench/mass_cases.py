@@ -129,9 +129,9 @@ class MassCase(PlannedBatch):
         s = self.shape
         self.plan.refresh.fill_(1)
         for layer in self.layers:
-            there = torch.randn((s.batch, s.heads, s.group, s.dim), device="cuda")
-            there = torch.nn.functional.normalize(there, dim=-1) * turn
-            q = 8 * (layer.direction[:, :, None] + there)
+            noise = torch.randn((s.batch, s.heads, s.group, s.dim), device="cuda")
+            noise = torch.nn.functional.normalize(noise, dim=-1) * turn
+            q = 8 * (layer.direction[:, :, None] + noise)
             layer.q.copy_(q.flatten(1, 2).to(s.dtype))
         for layer in 2 * self.layers:
             self.step(layer)

@@ -219,8 +219,8 @@ class SparseRadixCache(RadixCache):
         prefix, node = 0, self.root_node
         for start, _, key in self._cut(params.key):
             # What is behind newly inserted tokens is new, so what was there is one prefix.
-            there, node = self._insert_section(node, key, start, params)
-            prefix += there
+            present, node = self._insert_section(node, key, start, params)
+            prefix += present
         return InsertResult(prefix_len=prefix, last_device_node=node)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -286,8 +286,8 @@ class SparseRadixCache(RadixCache):
             child: Any = node.children.get(page.child_key(self.page_size))
             if child is None:
                 break
-            rest = make(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
-            matched = child.key.match(rest, page_size=self.page_size)
+            remainder = make(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
+            matched = child.key.match(remainder, page_size=self.page_size)
             path.append(child)
             start += matched
             if matched < len(child.key):

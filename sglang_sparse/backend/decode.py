@@ -76,8 +76,8 @@ class DecodeSteps:
         """Whether any row of the batch is long enough to select."""
         lens = forward_batch.seq_lens_cpu
         # Without a host copy the sparse variant is right for any length, and never syncs.
-        least = self._config.min_sparse_tokens
-        short = lens is not None and self._requests.longest_sparse(lens) < least
+        min_tokens = self._config.min_sparse_tokens
+        short = lens is not None and self._requests.longest_sparse(lens) < min_tokens
         variant: Variant = "dense" if short or not self._programs else "sparse"
         self.planned[variant] += 1
         return variant

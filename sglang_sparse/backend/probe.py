@@ -74,13 +74,15 @@ class FidelityProbe:
         sums = self._layers.setdefault(layer, _Sums())
         q, out = step.q.float(), step.out
         kv = replace(kv, k=kv.k.float(), v=kv.v.float())
-        exact, listed = (torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab")
+        exact, over_list = (
+            torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab"
+        )
         attend = partial(
             gathered_decode_attention, q, kv, lists=lists, softmax=step.softmax, impl="torch"
         )
         nothing = torch.zeros_like(plan.k_units)
         attend(plan=replace(plan, k_units=nothing, tail_start=nothing), out=exact)
-        attend(plan=plan, out=listed)
+        attend(plan=plan, out=over_list)
         for row in rows:
             length, tail = int(plan.seq_lens[row]), int(plan.tail_start[row])
             keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))]
@@ -101,7 +103,7 @@ class FidelityProbe:
                 )
                 scale = exact[row, group].norm()
                 sums.output_error += float((out[row, group] - exact[row, group]).norm() / scale)
-                error = (out[row, group] - listed[row, group]).norm() / scale
+                error = (out[row, group] - over_list[row, group]).norm() / scale
                 sums.kernel_error = max(sums.kernel_error, float(error))
             sums.pairs += kv.num_heads
 

@@ -119,8 +119,8 @@ def calibrate(settings: Settings, console: Console) -> Anchors:
         settings.prompts,
         capture.tokenizer,
         count=settings.count,
-        least=2 * settings.top_k,
-        most=settings.max_tokens,
+        min_tokens=2 * settings.top_k,
+        max_tokens=settings.max_tokens,
         seed=settings.seed,
     )
     sums = _measure(settings, capture, prompts, console)
@@ -270,13 +270,13 @@ def _check_numbers(settings: Settings, geometry: Geometry) -> None:
         ("--top-k", settings.top_k, 1, settings.max_tokens // 2, True),
         ("--tp", settings.tp, 1, heads, settings.tp > 0 and heads % settings.tp == 0),
     )
-    for flag, value, least, most, divides in rules:
-        if not (least <= value <= most and divides):
+    for flag, value, low, high, divides in rules:
+        if not (low <= value <= high and divides):
             raise ConfigError(
                 flag=flag,
                 value=str(value),
                 problem=f"it does not suit {geometry.describe()}",
-                allowed=f"{least} to {most}" + ("" if divides else f", a divisor of {heads}"),
+                allowed=f"{low} to {high}" + ("" if divides else f", a divisor of {heads}"),
                 remedy="correct it",
             )
 

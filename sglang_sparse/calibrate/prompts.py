@@ -28,7 +28,7 @@ class Prompts:
 
 
 def load_prompts(
-    path: Path | None, tokenizer: Any, *, count: int, least: int, most: int, seed: int
+    path: Path | None, tokenizer: Any, *, count: int, min_tokens: int, max_tokens: int, seed: int
 ) -> Prompts:
     """Read ``path``, or generate prompts if it is None.
 
@@ -36,8 +36,8 @@ def load_prompts(
         path: a JSON Lines file in :data:`FORMAT`.
         tokenizer: a transformers tokenizer.
         count: prompts to take, drawn at random with ``seed`` if the file has more.
-        least: tokens that a prompt must have.
-        most: tokens that are kept of a longer one.
+        min_tokens: tokens that a prompt must have.
+        max_tokens: tokens that are kept of a longer one.
         seed: of the draw, or of the generated prompts.
 
     Raises:
@@ -45,7 +45,7 @@ def load_prompts(
     """
     value = "none given" if path is None else str(path)
     try:
-        raw = _generate(tokenizer, count, most, seed) if path is None else path.read_bytes()
+        raw = _generate(tokenizer, count, max_tokens, seed) if path is None else path.read_bytes()
         lines = raw.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise _refuse(value, f"it cannot be read ({error})") from error
@@ -53,9 +53,11 @@ def load_prompts(
     for number, line in enumerate(lines, start=1):
         try:
             tokens = _encode(line, tokenizer)
-            if len(tokens) < least:
-                raise ValueError(f"has {len(tokens)} tokens, which is too short (least {least})")
-            ids.append(tokens[:most])
+            if len(tokens) < min_tokens:
+                raise ValueError(
+                    f"has {len(tokens)} tokens, which is too short (least {min_tokens})"
+                )
+            ids.append(tokens[:max_tokens])
         except ValueError as error:
             wrong.append(f"line {number} {error}")
     if wrong:
@@ -101,10 +103,10 @@ def _encode(line: str, tokenizer: Any) -> list[int]:
     raise ValueError("has neither a prompt nor messages")
 
 
-def _generate(tokenizer: Any, count: int, most: int, seed: int) -> bytes:
+def _generate(tokenizer: Any, count: int, max_tokens: int, seed: int) -> bytes:
     """Lines with chats over all tasks in turn, each with its answer: that is where models look."""
     suite = TaskSuite(HuggingFaceEncoder(tokenizer), "train")
-    length, names = min(most, GENERATED_LENGTH), list(TASKS)
+    length, names = min(max_tokens, GENERATED_LENGTH), list(TASKS)
     if getattr(tokenizer, "chat_template", None):
         to_line: Callable[[str, str], dict[str, Any]] = _chat
     else:

@@ -42,15 +42,15 @@ def _recovered(p: Tensor, top_k: int, per_layer: int) -> tuple[Tensor, Tensor]:
     rows, queries, length = p.shape
     best = p.topk(min(top_k, length), dim=-1)
     own = best.values.sum(-1)
-    least = torch.ones((rows, rows), device=p.device)
+    lowest = torch.ones((rows, rows), device=p.device)
     total = torch.full((rows, rows), float(queries), device=p.device)
     for t in range(per_layer, rows):
         sources = t // per_layer * per_layer
         index = best.indices[:sources].transpose(0, 1).reshape(queries, -1)
         mass = p[t].gather(1, index).view(queries, sources, -1).sum(-1)
         share = (mass / own[t][:, None]).clamp_(max=1.0)
-        least[:sources, t], total[:sources, t] = share.amin(0), share.sum(0)
-    return least, total
+        lowest[:sources, t], total[:sources, t] = share.amin(0), share.sum(0)
+    return lowest, total
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def prompt_similarity(
         seen = [LayerQK(layer.q, layer.k[:, :stop], layer.scaling) for layer in layers]
         p = torch.stack([attention(layer, start, stop) for layer in seen])
         by_layer = torch.minimum(by_layer, _recovered(p.mean(1), top_k, 1)[0])
-        least, total = _recovered(p.flatten(0, 1), top_k, heads)
-        by_head = torch.minimum(by_head, least)
+        lowest, total = _recovered(p.flatten(0, 1), top_k, heads)
+        by_head = torch.minimum(by_head, lowest)
         summed += total
         advance(stop - start)
     grids = (

@@ -167,14 +167,14 @@ class SparseConfig(Choice):
             )
 
     def _check_budget_holds_forced_tokens(self) -> None:
-        least, (tokens, _) = self.least_tokens, self.budget.list_size
-        if tokens >= least:
+        smallest, (tokens, _) = self.least_tokens, self.budget.list_size
+        if tokens >= smallest:
             return
         key = f"budget.{self.budget.list_key}"
         raise InvalidConfig(
             f"{key} {tokens} cannot hold sink_tokens {self.sink_tokens} and "
             f"recent_tokens {self.recent_tokens} in units of {self.unit}, and one unit more",
-            allowed=f"{key} of at least {least}",
+            allowed=f"{key} of at least {smallest}",
             remedy=f"raise {key}, or lower sink_tokens or recent_tokens",
         )
 

@@ -33,7 +33,7 @@ class Decoder:
         row_tokens: ``[layers, rows]``, the KV tokens that each layer attended to in each row's last
             reply: mean over KV heads and steps.
         shares: A list to fill with the true share of the attention that each sparse step of a
-            layer reached, ``[rows, kv_heads]``, the smallest of a group; None for not at all.
+            layer reached, ``[rows, kv_heads, group]``; None for not at all.
     """
 
     shares: list[Tensor] | None = None
@@ -160,7 +160,7 @@ class Decoder:
             kept.append(mask.sum(-1).double().mean(1))
             sparse = policy.kind != "dense" and index >= policy.dense_layers
             if self.shares is not None and sparse:
-                self.shares.append(kept_share(q, cache.k, now, mask).amin(2))
+                self.shares.append(kept_share(q, cache.k, now, mask))
             x = layer.finish(x, attend(q, cache, mask))
         return model.logits(x).argmax(-1)
 

@@ -311,19 +311,19 @@ def progressive(
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~live, -torch.inf)
     most = min(policy.budget // unit, ranked.shape[-1])
     order = ranked.topk(most, dim=-1).indices
-    listed = order[:, :, None].expand(*mass.shape[:3], most)
-    masses = mass.gather(-1, listed)
+    by_head = order[:, :, None].expand(*mass.shape[:3], most)
+    masses = mass.gather(-1, by_head)
     place = torch.arange(most, device=order.device)
     first, count = forced.sum(-1, keepdim=True), live.sum(-1, keepdim=True)
     reached = masses.cumsum(-1)
     if policy.margin is None:
-        least = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
-        rest = least * (count - place - 1).clamp_min(0)[:, :, None]
+        smallest = masses.masked_fill((place < first)[:, :, None], torch.inf).cummin(-1).values
+        unranked = smallest * (count - place - 1).clamp_min(0)[:, :, None]
     else:
-        outside = held.scatter(-1, listed, 0).sum(-1, keepdim=True)
-        after = held.gather(-1, listed).flip(-1).cumsum(-1).flip(-1)[..., 1:]
-        rest = torch.nn.functional.pad(after, (0, 1)) + outside
-    missing = (rest / (reached + rest)).nan_to_num(1.0)
+        outside = held.scatter(-1, by_head, 0).sum(-1, keepdim=True)
+        after = held.gather(-1, by_head).flip(-1).cumsum(-1).flip(-1)[..., 1:]
+        unranked = torch.nn.functional.pad(after, (0, 1)) + outside
+    missing = (unranked / (reached + unranked)).nan_to_num(1.0)
     pooled = missing.amax(2) if policy.share == "min" else missing.mean(2)
     # The kernels' always kept units are without the current token. Those of them that are left over
     # beside whole microbatches, with one unit for the current token, go with the first ranked ones.

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from expected_mass import ExpectedMass, seen_since
 from live_server import KERNEL_ERROR, MASS_ERROR, LiveServer, token_ids
+from machine import HAS_GPU
 
+from sglang_sparse.config import load_preset
+from sglang_sparse.research.kascade import sharing
+from sglang_sparse.research.policies import Policy
 from sglang_sparse.tasks import TaskSuite
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -100,9 +105,35 @@ def test_facts_far_back_are_found_with_a_tenth_of_the_context(
     assert set(layers) == {"1", "2", "3", "4", "5"}
     for layer, seen in layers.items():
         assert seen["mass"] <= seen["oracle_mass"] + MASS_ERROR, layer
-        # An anchor's list is the oracle's but for sinks and recent tokens; layer 5 takes layer 4's.
-        assert seen["mass"] >= (0.75 if layer == "5" else 0.98) * seen["oracle_mass"], layer
         assert seen["kernel_error"] < KERNEL_ERROR, layer
+
+
+@pytest.mark.skipif(HAS_GPU, reason="rounding of bf16 is more than a token of a list may be worth")
+def test_anchors_and_reuse_layers_reach_the_mass_of_an_implementation_of_its_own(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    # Too short for sparse prefill, so that nothing but decoding selects.
+    ids = [prompts[0][:255], prompts[1][:250], prompts[2][:200]]
+    live = server("kascade")
+    before = live.sparse_state()["fidelity"]
+    answers_one_by_one(live, ids)
+    layers = seen_since(before, live.sparse_state()["fidelity"])
+    config = load_preset("reference", "kascade")
+    floor, fraction = config.budget.list_size
+    assert fraction * (255 + TOKENS) < floor
+    # A policy counts the token that is decoded among the recent ones.
+    policy = Policy(
+        "oracle",
+        floor + 1,
+        sink=config.sink_tokens,
+        recent=config.recent_tokens + 1,
+        **sharing(),
+    )
+    ranges = ExpectedMass(ids, TOKENS - 1).range_of(policy)
+    assert set(layers) == set(ranges) - {"0"}  # the first anchor attends to everything
+    for layer, seen in layers.items():
+        low, high = ranges[layer]
+        assert low <= seen["mass"] <= high, layer
 
 
 def test_metrics_tell_anchors_from_the_layers_that_reuse_their_lists(

@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import MODEL, LiveServer, base_args
-from machine import HAS_GPU
+from live_server import MODEL, base_args
+from start_driver import outcomes_of
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -20,60 +16,6 @@ SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
 CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
-
-# Parses many command lines in one process, as `launch_server` would each: loading SGLang is slow.
-# What must happen before plugins are loaded happens in a copy of it.
-DRIVER = """
-import contextlib, io, json, os, sys
-import sglang.srt.mem_cache.kv_cache_configurator as configurator
-from sglang.srt.plugins import load_plugins
-from sglang.srt.server_args import prepare_server_args
-
-def outcome(args, prepare=lambda: None):
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            prepare()
-            load_plugins()
-            prepare_server_args(args)
-        return ["started", ""]
-    except SystemExit as end:
-        return [str(end.code), said.getvalue()]
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-
-def outcome_in_a_copy(args, prepare):
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, json.dumps(outcome(args, prepare)).encode())
-        os._exit(0)
-    os.wait()
-    return json.loads(os.read(reader, 65536))
-
-def lose_a_hook():
-    from sglang_sparse import pools
-    del configurator.KVCacheConfigurator._build_mha_kv_pool
-
-def leave_plugins_out():
-    os.environ["SGLANG_PLUGINS"] = "none"
-
-def ask_for_grpc():
-    os.environ["SGLANG_GRPC_PORT"] = "50051"
-
-request = json.load(sys.stdin)
-results = {}
-copies = {
-    "lost hook": lose_a_hook,
-    "no plugin": leave_plugins_out,
-    "gRPC by the environment": ask_for_grpc,
-}
-for name, prepare in copies.items():
-    results[name] = outcome_in_a_copy(request[name], prepare)
-for name, args in request.items():
-    if name not in results:
-        results[name] = outcome(args)
-print("RESULTS" + json.dumps(results))
-"""
 
 LLAMA: dict[str, Any] = json.loads((MODEL / "config.json").read_text())
 MLA = {
@@ -352,17 +294,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         name: [*base_args(), *(f.replace("{TMP}", str(tmp)) for f in flags)]
         for name, flags in lines.items()
     }
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=500,
-    )
-    told = done.stdout.rsplit("RESULTS", 1)[1].replace(str(tmp), "{TMP}")
-    results: dict[str, list[str]] = json.loads(told)
-    return results
+    outcomes = outcomes_of(request)
+    return {
+        name: [word.replace(str(tmp), "{TMP}") for word in words]
+        for name, words in outcomes.items()
+    }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -400,49 +336,3 @@ def test_without_the_plugin_the_backend_is_unknown(outcomes: dict[str, list[str]
     status, said = outcomes["no plugin"]
     assert status == "2"
     assert "invalid choice: 'sparse'" in said
-
-
-@pytest.fixture(scope="module")
-def plain_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, LiveServer]]:
-    """Servers started with no flag but those that a user must give."""
-    logs = tmp_path_factory.mktemp("plain")
-    flags = {"sparse": ["--attention-backend", "sparse", "--sparse-method", "page_minmax"]}
-    servers = {
-        name: LiveServer(args, logs / name, base=["--model-path", str(MODEL)])
-        for name, args in (flags | {"dense": []}).items()
-    }
-    try:
-        for server in servers.values():
-            server.wait_until_up()
-        yield servers
-    finally:
-        for server in servers.values():
-            server.close()
-
-
-@pytest.mark.parametrize("name", ["sparse", "dense"])
-def test_two_flags_and_a_model_start_a_server_on_any_machine(
-    plain_servers: dict[str, LiveServer], name: str
-) -> None:
-    server = plain_servers[name]
-    [answer] = server.generate([list(range(5, 605))], 4)
-    assert len(answer["output_ids"]) == 4
-    info = server.call("/server_info")
-    assert ("sparse" in info["internal_states"][0]) == (name == "sparse")
-    if not HAS_GPU:
-        assert info["device"] == "cpu"
-        assert info["disable_overlap_schedule"]
-        assert info["attention_backend"] == ("sparse" if name == "sparse" else "torch_native")
-        assert info["max_total_num_tokens"] == 65536
-
-
-def test_a_refused_start_exits_with_an_error_status(tmp_path: Path) -> None:
-    live = LiveServer([*SPARSE, "--sparse-config", '{"nonsense": 1}'], tmp_path / "log")
-    try:
-        assert live.wait_until_ended() != 0
-    finally:
-        live.close()
-    refusals = [
-        line for line in live.log.read_text().splitlines() if "sglang-sparse: error" in line
-    ]
-    assert len(refusals) == 1

@@ -93,11 +93,11 @@ def attend_split_kernel(
     i_l = tl.load(list_rows + i_r).to(tl.int64) * LISTS + i_list
     tail = tl.load(plan.tail_start + i_r)
     tail_tokens = tl.load(plan.seq_lens + i_r) - tail
-    listed = tl.minimum(tl.load(plan.k_units + i_r), capacity) * UNIT
+    list_tokens = tl.minimum(tl.load(plan.k_units + i_r), capacity) * UNIT
     counted = tl.load(counts + i_l) * UNIT
     # One sequence of tokens: the tail, then the list. Its split follows from the plan alone, so
     # that indices load while the count, which may be lower, is on its way.
-    total = tail_tokens + listed
+    total = tail_tokens + list_tokens
     share = tl.cdiv(tl.cdiv(total, SPLITS), 16) * 16
     first = i_s * share
     last = tl.minimum(first + share, total)

@@ -26,10 +26,10 @@ def gathered_decode_attention_reference(
         visible = torch.ones_like(positions, dtype=torch.bool)
         if plan.k_units[row] > 0:
             list_row = int(lists.rows[row])
-            listed = min(int(plan.k_units[row]), lists.capacity)
-            units = lists.indices[list_row, mapped, :listed].long()
+            num_units = min(int(plan.k_units[row]), lists.capacity)
+            units = lists.indices[list_row, mapped, :num_units].long()
             counts = lists.counts[list_row, mapped][:, None]
-            in_list = torch.arange(listed, device=device) < counts
+            in_list = torch.arange(num_units, device=device) < counts
             selected = (units[..., None] * unit + within).flatten(1)
             in_list = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
             positions = torch.cat((selected.where(in_list, 0), positions), 1)

@@ -19,8 +19,8 @@ def count_decode_reference(
     lens, tail, units = (t[real].long() for t in (plan.seq_lens, plan.tail_start, plan.k_units))
     sparse = units > 0
     # The last unit of the domain may be partly filled.
-    listed = units * unit - (-tail) % unit
-    attended = torch.where(sparse, listed + lens - tail, lens)
+    list_tokens = units * unit - (-tail) % unit
+    attended = torch.where(sparse, list_tokens + lens - tail, lens)
     floor, fraction_ppm = budgets[plan.request_slots[real].long()].long().unbind(1)
     wanted = torch.maximum((tail * fraction_ppm + PPM - 1) // PPM, floor)
     wanted_units = torch.minimum((wanted + unit - 1) // unit, (tail + unit - 1) // unit)

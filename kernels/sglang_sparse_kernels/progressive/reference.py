@@ -83,10 +83,11 @@ def residual_bounds_reference(
         top = logs.amax(-1, keepdim=True)
         mass = (logs - top).exp()
         order = ranking.indices[target, :, None, :kept].long().expand(*mass.shape[:2], kept)
-        listed = mass.gather(-1, order)
-        rest = mass.scatter(-1, order, 0).sum(-1, keepdim=True)
-        # after[..., i]: of the listed ones from the i-th on, and of those that are not listed.
-        after = torch.cat((listed.flip(-1).cumsum(-1).flip(-1), torch.zeros_like(rest)), -1) + rest
+        ranked = mass.gather(-1, order)
+        unranked = mass.scatter(-1, order, 0).sum(-1, keepdim=True)
+        # after[..., i]: the ranked units from the i-th on, and those that are not ranked.
+        after = ranked.flip(-1).cumsum(-1).flip(-1)
+        after = torch.cat((after, torch.zeros_like(unranked)), -1) + unranked
         steps = torch.arange(out.shape[-1], device=bounds.device)
         attended = (first + steps * step).clamp(max=kept)
         left = (after[..., attended] + BOUND_FLOOR) * (1 + BOUND_MARGIN)
@@ -108,11 +109,11 @@ def progressive_decode_attention_reference(
         seq_len, tail_start = int(plan.seq_lens[row]), int(plan.tail_start[row])
         list_row, epsilon = int(ranking.rows[row]), float(stop.epsilons[row])
         units = -(-tail_start // unit)
-        listed = min(int(plan.k_units[row]), ranking.capacity)
-        counts = ranking.counts[list_row].clamp(max=listed).long()
-        listed = int(counts.max()) if listed else 0
-        in_list = torch.arange(listed, device=device) < counts[:, None]
-        blocks = ranking.indices[list_row, :, :listed].long().where(in_list, 0)
+        num_ranked = min(int(plan.k_units[row]), ranking.capacity)
+        counts = ranking.counts[list_row].clamp(max=num_ranked).long()
+        num_ranked = int(counts.max()) if num_ranked else 0
+        in_list = torch.arange(num_ranked, device=device) < counts[:, None]
+        blocks = ranking.indices[list_row, :, :num_ranked].long().where(in_list, 0)
         selected = (blocks[..., None] * unit + within).flatten(1)
         visible = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
         tail = torch.arange(tail_start, seq_len, device=device).expand(heads, -1)
@@ -126,16 +127,18 @@ def progressive_decode_attention_reference(
         top = logits.amax(-1, keepdim=True)
         weights = (logits - top).exp()
         got = torch.zeros_like(counts)
-        if listed:
-            mass = weights[..., : listed * unit].unflatten(-1, (listed, unit)).sum(-1)
-            before = weights[..., listed * unit :].sum(-1, keepdim=True)
+        if num_ranked:
+            mass = weights[..., : num_ranked * unit].unflatten(-1, (num_ranked, unit)).sum(-1)
+            before = weights[..., num_ranked * unit :].sum(-1, keepdim=True)
             forced = forced_units(tail_start, unit, stop.always)
-            first = min(prologue_units(forced, step), listed)
+            first = min(prologue_units(forced, step), num_ranked)
             # One entry a stop check, j microbatches after the prologue.
-            checks = torch.arange(-(-(listed - first) // step) + 1, device=device)
-            place = (first + checks * step).clamp(max=listed)
+            checks = torch.arange(-(-(num_ranked - first) // step) + 1, device=device)
+            place = (first + checks * step).clamp(max=num_ranked)
             sums = torch.cat((before, before + mass.cumsum(-1)), -1)[..., place]
-            smallest = mass.masked_fill(torch.arange(listed, device=device) < forced, float("inf"))
+            smallest = mass.masked_fill(
+                torch.arange(num_ranked, device=device) < forced, float("inf")
+            )
             smallest = smallest.cummin(-1).values[..., (place - 1).clamp(min=0)]
             attended = place.minimum(counts[:, None])  # [heads, checks]
             left = (units - attended)[:, None]
@@ -149,8 +152,8 @@ def progressive_decode_attention_reference(
             enough = (missing <= 1 - epsilon) & (epsilon < 1) & (checks > 0)
             at = torch.where(enough.any(1), enough.int().argmax(1), len(checks) - 1)
             got = attended.gather(1, at[:, None]).squeeze(1)
-            kept = torch.arange(listed, device=device) < got[:, None]
-            weights[..., : listed * unit] *= kept.repeat_interleave(unit, 1)[:, None]
+            kept = torch.arange(num_ranked, device=device) < got[:, None]
+            weights[..., : num_ranked * unit] *= kept.repeat_interleave(unit, 1)[:, None]
             if state.counters is not None:
                 final = missing.gather(1, at[:, None]).squeeze(1)
                 capped = (final > 1 - epsilon) & (got < units)

@@ -299,7 +299,7 @@ def attend_split(
                 0,
                 _add_five,
             )
-            until = tl.minimum(end, row_end)
+            stop_at = tl.minimum(end, row_end)
             i_l = tl.load(rows.list_rows + i_rh // L.H).to(tl.int64) * L.H + i_rh % L.H
             tail, tail_tokens, prologue, total, _units, _first_units, forced = row_plan(
                 rows, i_rh // L.H, candidates, L
@@ -308,7 +308,7 @@ def attend_split(
             later = first_tiles + (attended - first_chunks) * L.BATCH_TILES
             begin = tl.where(attended > 0, later, 0)
             first = begin + tl.maximum(at - row_first - T.ROW_COST, 0)
-            last = begin + tl.maximum(until - row_first - T.ROW_COST, 0)
+            last = begin + tl.maximum(stop_at - row_first - T.ROW_COST, 0)
             if first < last:
                 first = _next_chunk(first, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
                 last = _next_chunk(last, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
@@ -316,4 +316,4 @@ def attend_split(
                     queries, kv, ranking, out, i_rh, i_l, first, last, tail, tail_tokens, prologue,
                     total, forced, L, T,
                 )  # fmt: skip
-            at = until
+            at = stop_at

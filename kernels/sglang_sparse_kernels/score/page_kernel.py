@@ -42,7 +42,7 @@ def page_minmax_score_kernel(
     BD: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
-    BU: tl.constexpr,
+    BT: tl.constexpr,
     BLOCK: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
@@ -62,8 +62,8 @@ def page_minmax_score_kernel(
         b_down = tl.minimum(b_q.to(tl.float32), 0.0).to(b_q.dtype)
         base = tl.program_id(0).to(tl.int64)
         p_table = page_table + i_r.to(tl.int64) * stride_table
-        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BU), tl.num_programs(1)):
-            o_u = i_t * BU + tl.arange(0, BU)
+        for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
+            o_u = i_t * BT + tl.arange(0, BT)
             m_u = o_u < n
             # [BU]
             b_entry = slots_of(p_table, o_u, m_u, PER_PAGE).to(tl.int64)
@@ -74,7 +74,7 @@ def page_minmax_score_kernel(
             # [BU, BD]
             b_min = tl.load(page_min + o_e, mask=m_e, other=0.0)
             # [BU, BG]
-            b_a = dot(b_max, b_up, tl.zeros((BU, BG), tl.float32))
+            b_a = dot(b_max, b_up, tl.zeros((BT, BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)
             if REDUCE == "none":
                 p_out = out + (base * G + o_g)[None, :] * width + o_u[:, None]
@@ -85,7 +85,7 @@ def page_minmax_score_kernel(
                 else:
                     b_score = tl.max(tl.where((o_g < G)[None, :], b_a, float("-inf")), 1)
                 store_scores(
-                    out, block_max, b_score, o_u, n, base * width, base * blocks, BU, BLOCK
+                    out, block_max, b_score, o_u, n, base * width, base * blocks, BT, BLOCK
                 )
 
 
@@ -112,6 +112,6 @@ def page_minmax_score_triton(
         out, block_max, q.stride(0), plan.page_table.stride(0), out.shape[-1],
         0 if block_max is None else block_max.shape[2],
         H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, BD=next_power_of_2(dim),
-        PAGE=pages.page_size, UNIT=pages.unit, BU=MINMAX_TILE_UNITS, BLOCK=BLOCK_UNITS,
+        PAGE=pages.page_size, UNIT=pages.unit, BT=MINMAX_TILE_UNITS, BLOCK=BLOCK_UNITS,
         REDUCE=reduce or "none", num_warps=MINMAX_WARPS, **overlapping(rows * heads),
     )  # fmt: skip

@@ -181,14 +181,14 @@ def threshold_kernel(
     domain,
     between_held,
     most_between,
-    least,
+    min_slots,
     S: tl.constexpr,
     P: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Search the units between the bounds; say where the winners of each split go.
 
-    Takes the rows whose lists fill more than ``least`` slots and at most ``SIZE``.
+    Takes the rows whose lists fill more than ``min_slots`` slots and at most ``SIZE``.
     """
     streamed, _, _, k = streamed_row(domain, S)
     if streamed:
@@ -204,7 +204,7 @@ def threshold_kernel(
         slots = tl.sum(b_chunks) * P.CHUNK
         low = score_of(tl.load(p_state + LOW))
         equal = low == score_of(tl.load(p_state + HIGH))
-        if slots > least:
+        if slots > min_slots:
             done = (above < k) & (k <= above + tl.sum(b_between))
             # What fills up chunks is -inf.
             fits = (low > float("-inf")) & (tl.max(b_between) <= most_between) & (slots <= SIZE)
@@ -256,14 +256,14 @@ def write_kernel(
         taken = tl.load(p_upto - 1, mask=i_s > 0, other=0) + tl.minimum(before, ties)
         ties = tl.maximum(ties - before, 0)
         some_win = (ties > 0) & (not all_win)
-        score, least = score_of(key), score_of(key + (ties == 0).to(tl.int32))
+        score, threshold = score_of(key), score_of(key + (ties == 0).to(tl.int32))
         p_out = out_indices + i_l * domain.capacity
         first, last = _split(n, P.TILE, P.SPLITS)
         for i_t in range(first, last):
             b_s, o_u = _load_tile(
                 scores + i_rh * width, i_t, n, forced_below, free_below, P.TILE, S.WHOLE
             )
-            b_win = b_s >= least
+            b_win = b_s >= threshold
             if some_win:
                 b_rank, tied = _ranks(b_s == score)
                 b_win &= (b_s > score) | (b_rank < ties)
@@ -295,13 +295,13 @@ def stream_topk_triton(
         scores.values, between, state, domain, width, between_held, most_between,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
-    least = -1
+    min_slots = -1
     for most, registers in ((FEW_LISTED, FEW_REGISTERS), (MOST_LISTED, MOST_REGISTERS)):
         threshold_kernel[splits[:1]](
-            between, state, domain, between_held, most_between, least,
+            between, state, domain, between_held, most_between, min_slots,
             **shapes, SIZE=most, num_warps=SEARCH_WARPS, maxnreg=registers,
         )  # fmt: skip
-        least = most
+        min_slots = most
     write_kernel[splits](
         scores.values, state, domain, lists.rows, lists.indices, width,
         **shapes, num_warps=TILE_WARPS,

@@ -51,7 +51,7 @@ def tile_attend_kernel(
     start = tl.load(first + i_t)
     q_row = tl.load(q_rows + i_t)
     tail = tl.load(plan.tail_start + i_t)
-    listed = tl.minimum(tl.load(plan.k_units + i_t), capacity)
+    list_tokens = tl.minimum(tl.load(plan.k_units + i_t), capacity)
     counted = tl.load(counts + i_l)
     o_m, o_d = tl.arange(0, BM), tl.arange(0, D)
     b_q = load_queries(q, q_row, seq_len - start, i_h, stride_q, G, BM, D)
@@ -63,7 +63,7 @@ def tile_attend_kernel(
     p_list = indices + i_l * capacity
     # One sequence of tokens: the tail, then the list.
     tail_tokens = seq_len - tail
-    total = tail_tokens + listed
+    total = tail_tokens + list_tokens
     for i_n in tl.range(0, total, BN, num_stages=STAGES):
         o_n = i_n + tl.arange(0, BN)
         m_tail, m_n = o_n < tail_tokens, o_n < total

@@ -56,10 +56,10 @@ def tile_attention_reference(
         visible = torch.ones_like(positions, dtype=torch.bool)
         if rows.k_units[tile] > 0:
             list_row = int(lists.rows[tile])
-            listed = min(int(rows.k_units[tile]), lists.capacity)
-            selected = lists.indices[list_row, mapped, :listed].long()
+            num_units = min(int(rows.k_units[tile]), lists.capacity)
+            selected = lists.indices[list_row, mapped, :num_units].long()
             counts = lists.counts[list_row, mapped][:, None]
-            in_list = torch.arange(listed, device=q.device) < counts
+            in_list = torch.arange(num_units, device=q.device) < counts
             in_list &= (selected >= 0) & (selected < tail)
             positions = torch.cat((selected.where(in_list, 0), positions), 1)
             visible = torch.cat((in_list, visible), 1)

@@ -258,6 +258,6 @@ class MassRun:
             stages.append(
                 BoundResidual(pages, build.scores, margin, ranked, self._cuboid_bounds, stop)
             )
-        until = AttendUntil if attends else FindStop
-        stages.append(until(stop, ranked, expected, self.counters.row(layer), self._workspace))
+        last_stage = AttendUntil if attends else FindStop
+        stages.append(last_stage(stop, ranked, expected, self.counters.row(layer), self._workspace))
         return stages

@@ -63,12 +63,12 @@ class TilePrefill(PrefillChoice):
                 allowed=f"prefill.kind {self.kind} with score exact or key_sketch",
                 remedy="set prefill.kind to dense, or choose another score",
             )
-        least = point.sink_tokens + point.recent_tokens + 1
-        if self.floor < least:
+        smallest = point.sink_tokens + point.recent_tokens + 1
+        if self.floor < smallest:
             raise InvalidConfig(
                 f"prefill.floor {self.floor} cannot hold sink_tokens {point.sink_tokens}, "
                 f"recent_tokens {point.recent_tokens} and one token more",
-                allowed=f"prefill.floor of at least {least}",
+                allowed=f"prefill.floor of at least {smallest}",
                 remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
             )
 

@@ -42,8 +42,8 @@ class BranchingRadixCache(SparseRadixCache):
         self, node: TreeNode, key: RadixKey, start: int, params: InsertParams
     ) -> tuple[int, TreeNode]:
         value = params.value[start : start + len(key)]
-        there, last = self._insert_helper(node, key, value, params.priority, params.chunked)
-        return there, last
+        present, last = self._insert_helper(node, key, value, params.priority, params.chunked)
+        return present, last
 
     def _matched(self, values: list[torch.Tensor], node: TreeNode) -> MatchResult:
         empty = self._empty_match_result

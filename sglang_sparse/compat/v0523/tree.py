@@ -49,14 +49,14 @@ class BranchingRadixCache(SparseRadixCache):
     def _insert_section(
         self, node: TreeNode, key: RadixKey, start: int, params: InsertParams
     ) -> tuple[int, TreeNode]:
-        there, last = self._insert_helper(
+        present, last = self._insert_helper(
             node,
             key,
             params.value[start : start + len(key)],
             params.priority,
             max(0, params.inserted_len - start),
         )
-        return there, last
+        return present, last
 
     def _matched(self, values: list[torch.Tensor], node: TreeNode) -> MatchResult:
         return self._empty_match_result._replace(

@@ -35,6 +35,13 @@ def test_every_hook_names_a_function_of_ours(module: protocol.SGLangVersion) -> 
             assert callable(hook.load()), hook
 
 
+@pytest.mark.parametrize("module", VERSIONS)
+def test_the_log_reads_a_decode_step_before_the_metrics(module: protocol.SGLangVersion) -> None:
+    functions = [hook.function for hook in module.HOOKS]
+    log, metrics = (f"sglang_sparse.{name}:after_decode" for name in ("progress_log", "metrics"))
+    assert functions.index(log) < functions.index(metrics)
+
+
 def test_the_module_of_a_tested_version_is_its_own() -> None:
     found = version("sglang")
     assert found in compat.TESTED_SGLANG

@@ -159,8 +159,8 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: i
         cuboids = batch.cuboids(batch.make_planes(None, True))
         limits = torch.full((*heads_of, scores.shape[2]), NAN, dtype=work, device=DEVICE)
         stages = [BoundResidual(cuboids, scored, ask.margin, got["ranked"], limits, stop)]
-    until = AttendUntil if ask.output else FindStop
-    stages.append(until(stop, got["ranked"], got["expected"], got["counters"], workspace))
+    last_stage = AttendUntil if ask.output else FindStop
+    stages.append(last_stage(stop, got["ranked"], got["expected"], got["counters"], workspace))
     step = StepContext(
         batch.q, batch.kv, batch.plan, batch.lists(got["indices"], got["reached"]),
         batch.softmax(ask.logit_cap), got["out"], impl,
@@ -177,8 +177,8 @@ def naive_order(batch: Batch, scores: torch.Tensor, row: int, head: int) -> tupl
     below, start = -(-SINK // batch.unit), max(0, tokens - RECENT) // batch.unit
     forced = [u for u in range(units) if u < below or u >= start]
     values = scores[row, head].tolist()
-    rest = sorted(set(range(units)) - set(forced), key=lambda u: (-values[u], u))
-    return (forced + rest)[:kept], min(len(forced), kept)
+    others = sorted(set(range(units)) - set(forced), key=lambda u: (-values[u], u))
+    return (forced + others)[:kept], min(len(forced), kept)
 
 
 def naive_stop(
@@ -197,17 +197,19 @@ def naive_stop(
         begin -= 1
     for unit in order[:begin]:
         acc += mass[:, unit]
-    least = torch.full_like(acc, float("inf"))
-    units, at, look, nearest = mass.shape[-1], begin, 0, float("inf")
+    smallest = torch.full_like(acc, float("inf"))
+    units, at, check, nearest = mass.shape[-1], begin, 0, float("inf")
     share = 1.0 if units == first else 0.0
     while at < len(order):
         for rank in range(at, min(at + step, len(order))):
             acc += mass[:, order[rank]]
-            least = torch.minimum(least, mass[:, order[rank]]) if rank >= first else least
-        at, look = min(at + step, len(order)), look + 1
+            smallest = torch.minimum(smallest, mass[:, order[rank]]) if rank >= first else smallest
+        at, check = min(at + step, len(order)), check + 1
         left = units - at
-        rest = least * left if bounds is None else 2.0 ** bounds[row, head, :, look].double()
-        shares = acc / (acc + rest) if left else torch.ones_like(acc)
+        residual = (
+            smallest * left if bounds is None else 2.0 ** bounds[row, head, :, check].double()
+        )
+        shares = acc / (acc + residual) if left else torch.ones_like(acc)
         share = float(shares.min() if ask.share == "min" else shares.mean())
         nearest = min(nearest, abs(share - epsilon)) if left else nearest
         if share >= epsilon and epsilon < 1:

@@ -102,20 +102,16 @@ def test_bounds_of_what_is_left_are_at_least_what_is_left(upper: bool) -> None:
         for head in range(batch.heads):
             order, forced = naive_order(batch, scores, row, head)
             first = prologue_units(forced, 2)
-            for look in range(-(-(len(order) - first) // 2) + 1):
-                seen = order[: first + look * 2]
+            for stop_check in range(-(-(len(order) - first) // 2) + 1):
+                seen = torch.tensor(order[: first + stop_check * 2], dtype=torch.long)
                 # Not all mass less what was seen: that leaves a rounding error where none is left.
-                left = (
-                    mass[head]
-                    .index_fill(-1, torch.tensor(seen, dtype=torch.long, device=mass.device), 0)
-                    .sum(-1)
-                )
-                bound = got["bounds"][row, head, :, look].double()
+                left = mass[head].index_fill(-1, seen.to(mass.device), 0).sum(-1)
+                bound = got["bounds"][row, head, :, stop_check].double()
                 # The bound is raised by BOUND_MARGIN, which covers all of the kernel's rounding.
                 assert (2.0**bound >= left * (1 - rounding)).all()
                 # In log 2; bounds of products are larger than the products, in float32 and rounded.
                 slack = (rounding + batch.dim * UNIT_ROUNDOFF[torch.float32]) / math.log(2)
-                exact = want["bounds"][row, head, :, look]
+                exact = want["bounds"][row, head, :, stop_check]
                 torch.testing.assert_close(bound, exact, rtol=slack, atol=slack)
 
 

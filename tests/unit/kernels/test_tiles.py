@@ -111,9 +111,9 @@ def test_a_request_that_asked_to_be_dense_selects_nothing() -> None:
 
 
 def test_what_a_token_may_see_does_not_depend_on_how_its_prompt_was_cut() -> None:
-    def seen(cuts: list[int]) -> dict[int, tuple[int, int]]:
+    def seen(ends: list[int]) -> dict[int, tuple[int, int]]:
         found = {}
-        for start, stop in pairwise(cuts):
+        for start, stop in pairwise(ends):
             prompts = Prompts(([(start, stop - start)], 16, 1, 2, 64, torch.bfloat16))
             rows = prompts.plan.rows
             for tile, _, position in prompts.queries():

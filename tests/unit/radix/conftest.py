@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for radix_harness
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def published_server_args() -> Iterator[object]:
     with get_context().override_server_args(
         device="cpu", attention_backend="torch_native", radix_cache_backend="sparse"
     ) as server_args:
-        from radix_harness import asked_for
+        from radix_parts import asked_for
         from sglang.srt.mem_cache import registry
 
         from sglang_sparse import compat
@@ -49,6 +49,6 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> object:
     """A real `ModelConfig` of a tiny Llama shape."""
-    from radix_harness import tiny_model_config
+    from radix_parts import tiny_model_config
 
     return tiny_model_config(tmp_path_factory.mktemp("tiny-llama"))

@@ -12,115 +12,38 @@ and what the tokens before it had seen. That is what prefixes are checked agains
 
 from __future__ import annotations
 
-import importlib
-import json
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
+import invariants
 import torch
+from invariants import DENSE_KV
+from radix_parts import (
+    ASKED,
+    DIM,
+    HEADS,
+    LAYERS,
+    VOCAB,
+    asked_for,
+    build_context,
+    make_pool,
+    scheduler,
+)
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_tree_cache
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.mem_cache.registry import create_tree_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_sparse import compat
 from sglang_sparse_kernels.common import Impl
-from sglang_sparse_radix.branches import DENSE, Branch, SparseFrom
+from sglang_sparse_radix.branches import DENSE, SparseFrom
 from sglang_sparse_radix.planes_spec import PlaneSpec
-from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
-
-LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
-# What SGLang's scheduler does, by the module of `compat` that fits the installed version.
-scheduler = importlib.import_module(f"scheduler_{compat.current().__name__.rpartition('.')[2]}")
-
-ASKED = "sparse_from"
-DENSE_KV: frozenset[object] = frozenset()
 
 RunForward = Callable[[], None]
 UpdatePlanes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
-
-
-def asked_for(server_args: object, req: Req) -> SparseFrom:
-    """From where a request of these tests attends sparsely, for the tree's factory."""
-    sparse: SparseFrom = req.sampling_params.custom_params[ASKED]
-    return sparse
-
-
-def tiny_model_config(folder: Path) -> ModelConfig:
-    """A real `ModelConfig` of a two-layer Llama shape."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 4 * DIM,
-        "num_attention_heads": 4,
-        "num_key_value_heads": HEADS,
-        "num_hidden_layers": LAYERS,
-        "intermediate_size": 32,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return ModelConfig(str(folder))
-
-
-def make_pool(
-    spec: PlaneSpec,
-    *,
-    page_size: int,
-    num_pages: int,
-    dtype: torch.dtype = torch.bfloat16,
-    impl: Impl = "torch",
-) -> SparseMHATokenToKVPool:
-    """A pool as the out-of-tree platform's path of SGLang builds it."""
-    return bind_pool_class(spec, impl)(
-        num_pages * page_size,
-        page_size=page_size,
-        dtype=dtype,
-        head_num=HEADS,
-        head_dim=DIM,
-        layer_num=LAYERS,
-        device="cpu",
-        enable_memory_saver=False,
-        start_layer=0,
-        end_layer=LAYERS,
-    )
-
-
-def build_context(
-    pool: object, *, page_size: int, requests: ReqToTokenPool, **changes: object
-) -> TreeCacheBuildContext:
-    """What `build_kv_cache` hands to the radix-cache factory; `changes` replace fields of it."""
-    server_args = get_server_args()
-    allocator = scheduler.make_allocator(pool, page_size)
-    disable = bool(changes.get("disable_radix_cache", False))
-    fields: dict[str, object] = {
-        "server_args": server_args,
-        "params": CacheInitParams(
-            disable=disable,
-            req_to_token_pool=requests,
-            token_to_kv_pool_allocator=allocator,
-            page_size=page_size,
-        ),
-        "is_hybrid_swa": False,
-        "is_hybrid_ssm": False,
-        "enable_hierarchical_cache": False,
-        "disable_radix_cache": disable,
-        "tp_worker": None,
-        "model_config": None,
-        "tp_size": 1,
-        "tp_rank": 0,
-        "tp_group": None,
-    }
-    return TreeCacheBuildContext(**(fields | scheduler.CONTEXT | changes))
 
 
 class MemorySide:
@@ -258,7 +181,7 @@ class MemorySide:
         while self.waiting and budget > 0 and self.requests.available_size() > len(batch_reqs):
             req = self.waiting[0]
             req.init_next_round_input(self.tree)
-            self.check_prefix(req)
+            invariants.check_prefix(self, req)
             scheduler.lock(req, self.tree)
             tokens = self._set_extend(req, budget)
             if not self._fits([*batch_reqs, req]):
@@ -406,75 +329,6 @@ class MemorySide:
         reqs = list(self.running.reqs) if self.running is not None else []
         return reqs if self.chunked is None else [*reqs, self.chunked]
 
-    def reachable_pages(self) -> dict[int, int]:
-        """Physical page -> rows of it that a request or the tree may read."""
-        found: dict[int, int] = {}
-        for node in tree_nodes(self.tree):
-            for page in self._page_ids(node.value):
-                found[page] = self.page_size
-        for req in self.live_requests():
-            committed = scheduler.committed(req)
-            slots = self.requests.req_to_token[scheduler.row(req), :committed]
-            for i, page in enumerate(self._page_ids(slots)):
-                rows = min(self.page_size, committed - i * self.page_size)
-                found[page] = max(found.get(page, 0), rows)
-        return found
-
-    def check_prefix(self, req: Req) -> None:
-        """What a request takes over saw nothing that the request would not have seen itself."""
-        sparse, slots = asked_for(None, req), scheduler.prefix_slots(req, self.tree)
-        seen = DENSE_KV.union(*(self.saw[slot] for slot in slots))
-        own = set()
-        if sparse.prefill is not None:
-            own.add("prefill")
-            # Its own prompt is sparse from there on, to the page.
-            beyond = (sparse.prefill // self.page_size + 1) * self.page_size
-            assert all(self.saw[slot] for slot in slots[beyond:]), "dense KV in a sparse prompt"
-        if sparse.decode is not None:
-            own.add(("decode", sparse.budget))
-        assert seen <= own, f"a request that sees {own} took over KV that saw {seen - own}"
-        self.seen["dense prefix"] += bool(slots) and not own
-        self.seen["sparse prefix"] += bool(seen)
-
-    def _check_branches(self) -> None:
-        for node in tree_nodes(self.tree):
-            saw = [self.saw[slot] for slot in node.value.tolist()]
-            if not isinstance(node.key.extra_key, Branch):
-                assert not any(saw), "KV that saw sparse attention is in reach of dense requests"
-            elif node.parent.key.extra_key != node.key.extra_key:
-                self.seen["branch"] += 1
-                assert any(saw[: self.page_size]), "dense KV is out of reach of dense requests"
-
-    def _page_ids(self, slots: torch.Tensor) -> list[int]:
-        pages = slots[:: self.page_size] // self.page_size
-        offsets = torch.arange(len(slots)) % self.page_size
-        expected = pages.repeat_interleave(self.page_size)[: len(slots)] * self.page_size + offsets
-        assert torch.equal(slots.long(), expected.long()), "slots do not lie in whole pages"
-        return pages.tolist()
-
     def check(self) -> None:
         """Planes equal recomputation, no page is lost or owned twice."""
-        reachable = self.reachable_pages()
-        assert 0 not in reachable, "the padding page was handed out"
-        pages = torch.tensor(list(reachable), dtype=torch.int64)
-        rows = torch.tensor(list(reachable.values()), dtype=torch.int64)
-        wrong = self.pool.verify_planes(pages, rows)
-        assert not wrong, f"planes differ from recomputation: {wrong[:4]}"
-        for name, plane in self.pool.planes.tensors().items():
-            assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
-        self._check_branches()
-        free = self.allocator.available_size() // self.page_size
-        assert free + len(reachable) == self.pool.num_pages - 1, "pages lost or owned twice"
-
-
-def tree_nodes(tree: object) -> list[object]:
-    """All nodes of a radix tree but the root; none for a cache without a tree."""
-    if not isinstance(tree, RadixCache):
-        return []
-    stack = list(tree.root_node.children.values())
-    nodes = []
-    while stack:
-        node = stack.pop()
-        nodes.append(node)
-        stack.extend(node.children.values())
-    return nodes
+        invariants.check(self)

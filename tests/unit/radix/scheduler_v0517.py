@@ -11,6 +11,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
 
+ALLOCATOR = TorchPagedTokenToKVPoolAllocator  # of the CPU platform
 CONTEXT = {"effective_chunked_prefill_size": 512}
 DISABLED_TREE = "ChunkCache"
 CONFIGURATOR: dict[str, object] = {}  # fields of `KVCacheConfigurator`
@@ -24,20 +25,6 @@ TREE_SWITCHES: tuple[str, ...] = (
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
     "SGLANG_ENABLE_UNIFIED_RADIX_TREE",
 )
-
-
-def make_allocator(pool: Any, page_size: int) -> Any:
-    """The allocator of the CPU platform."""
-    allocator = TorchPagedTokenToKVPoolAllocator(
-        pool.size,
-        page_size=page_size,
-        dtype=pool.dtype,
-        device="cpu",
-        kvcache=pool,
-        need_sort=False,
-    )
-    allocator.debug_mode = True
-    return allocator
 
 
 def row(req: Req) -> int | None:

@@ -9,6 +9,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, release_req
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
+ALLOCATOR = PagedTokenToKVPoolAllocator  # of the CPU platform
 CONTEXT: dict[str, object] = {}
 DISABLED_TREE = "UnifiedRadixCache"
 CONFIGURATOR: dict[str, object] = {"kv_shard_rank": None}  # fields of `KVCacheConfigurator`
@@ -16,20 +17,6 @@ OTHER_FIELDS: set[str] = {
     "enable_prefill_context_parallel"
 }  # flags that rules name for other versions
 TREE_SWITCHES: tuple[str, ...] = ()
-
-
-def make_allocator(pool: Any, page_size: int) -> Any:
-    """The allocator of the CPU platform."""
-    allocator = PagedTokenToKVPoolAllocator(
-        pool.size,
-        page_size=page_size,
-        dtype=pool.dtype,
-        device="cpu",
-        kvcache=pool,
-        need_sort=False,
-    )
-    allocator.debug_mode = True
-    return allocator
 
 
 def row(req: Req) -> int | None:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import pytest
-from radix_harness import MemorySide, tree_nodes
+from invariants import tree_nodes
+from radix_harness import MemorySide
 
 from sglang_sparse_radix.branches import DENSE, NEVER, Branch, Section, SparseFrom, sections
 from sglang_sparse_radix.planes import PageBounds

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
+from radix_parts import DIM, HEADS, LAYERS, asked_for, build_context, make_pool, scheduler
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from radix_harness import DIM, HEADS, LAYERS, make_pool, scheduler
+from radix_parts import DIM, HEADS, LAYERS, make_pool, scheduler
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from radix_harness import MemorySide, scheduler, tree_nodes
+from invariants import tree_nodes
+from radix_harness import MemorySide
+from radix_parts import scheduler
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_sparse_kernels.planes import by_page

@@ -41,7 +41,7 @@ class Runs:
             touched = 96.0 if policy.margin is not None else 64.0
             marks = [s.task == "a" or s.index > 0 or policy.margin is not None for s in samples]
             if decoder.shares is not None:
-                decoder.shares += [torch.full((len(samples), 2), policy.epsilon)] * 3
+                decoder.shares += [torch.full((len(samples), 2, 1), policy.epsilon)] * 3
         elif policy.kind != "dense":
             touched = policy.budget
             marks = [touched >= (256 if s.task == "a" else 128) or s.index % 2 > 0 for s in samples]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention mass that a server's selection must reach, by an implementation of its own.
+
+`sglang_sparse.research` selects with boolean masks over contiguous caches and shares no code with
+the backend, its planes or its operators. In float32 both see the same queries and keys but for
+rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from live_server import MASS_ERROR, MODEL
+
+from sglang_sparse.research.decode import Decoder
+from sglang_sparse.research.export import load
+from sglang_sparse.research.policies import Policy
+
+
+def seen_since(
+    before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
+) -> dict[str, dict[str, float]]:
+    """What the probe saw between two of its reports; the kernels' error is the largest of all."""
+    layers = {}
+    for layer, total in after.items():
+        old = before.get(layer, dict.fromkeys(total, 0.0))
+        pairs = total["pairs"] - old["pairs"]
+        layers[layer] = {"pairs": pairs, "kernel_error": total["kernel_error"]} | {
+            name: (total[name] * total["pairs"] - old[name] * old["pairs"]) / pairs
+            for name in ("mass", "oracle_mass")
+        }
+    return layers
+
+
+class ExpectedMass:
+    """Prompts prefilled once and decoded under any policy, for a number of sparse steps."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], steps: int) -> None:
+        self._model = load(MODEL).eval()
+        self._steps, self._rows = steps, len(prompts)
+        self._decoder = Decoder(self._model, prompts, steps + 1)
+
+    def reached(self, policy: Policy) -> dict[str, float]:
+        """Mass by layer: mean over steps, rows and query heads."""
+        self._decoder.shares = []
+        self._decoder.generate(policy, end=-1)
+        layers = range(policy.dense_layers, self._model.config.layers)
+        shares = torch.stack(self._decoder.shares).double()
+        shares = shares.unflatten(0, (self._steps, len(layers))).mean((0, 2, 3, 4))
+        return {str(layer): float(share) for layer, share in zip(layers, shares, strict=True)}
+
+    def range_of(self, policy: Policy) -> dict[str, tuple[float, float]]:
+        """Smallest and largest mass by layer that rounding can lead a right server to.
+
+        Scores that round otherwise exchange the last unit of a list for the next one. The list then
+        lies between those of one unit less and one unit more. An estimated share that rounds
+        otherwise stops where it would for an epsilon that is as much smaller or larger. Masses
+        themselves are sums of float32 probabilities.
+        """
+        if policy.epsilon:
+            ends = [replace(policy, epsilon=policy.epsilon + e) for e in (-MASS_ERROR, MASS_ERROR)]
+        else:
+            units = (-policy.unit, policy.unit)
+            ends = [replace(policy, budget=policy.budget + unit) for unit in units]
+        low, high = (self.reached(end) for end in ends)
+        return {layer: (low[layer] - MASS_ERROR, high[layer] + MASS_ERROR) for layer in low}

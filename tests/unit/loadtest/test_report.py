@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a capacity search, and how it compares servers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from load_trials import LIMITS, searched
+
+import scripts  # noqa: F401  isort: skip  # makes the load tests importable
+import capacity  # isort: skip
+import objectives  # isort: skip
+import report  # isort: skip
+
+
+def capacity_report(label: str, speed: float, **changes: Any) -> dict[str, Any]:
+    trials = searched(speed)
+    return {
+        "label": label, "scenario": "s", "about": "<what>", "sglang": "0", "trials": trials,
+        "unloaded": {"step_s": 0.01, "first_token_s": 0.1}, "limits_s": LIMITS,
+        "limits_from": "dense.json", "settings": {"seconds": 60},
+        "capacity": {
+            name: {"met": objectives.highest_met(trials, name),
+                   "missed": objectives.lowest_missed(trials, name)}
+            for name in LIMITS
+        },
+    } | changes  # fmt: skip
+
+
+def test_the_page_holds_a_table_plots_and_every_trial(tmp_path: Path) -> None:
+    speeds = {"dense": 10.0, "sparcas": 20.0}
+    for label, speed in speeds.items():
+        (tmp_path / f"{label}.json").write_text(json.dumps(capacity_report(label, speed)))
+    (tmp_path / "other.json").write_text("{}")
+    page = report.write_report(tmp_path).read_text()
+    assert page.count("<svg") == 1
+    assert page.index("<h2>dense") < page.index("<h2>sparcas")
+    assert "&lt;what&gt;" in page
+    # In words, in cells of their own.
+    for word in ("met", "missed", "undecided"):
+        assert f"<td class='name {word}'>{word}</td>" in page
+    assert "strict 50.0 ms and relaxed 250.0 ms" in page
+    table = (tmp_path / "capacity.md").read_text()
+    assert table.splitlines()[0].count("|") == table.splitlines()[2].count("|")
+    dense, sparcas = table.splitlines()[2:]
+    assert "| 7 met, 10 missed, 8 undecided | 33.3 ms [33.0, 33.7], 9,000 gaps |" in dense
+    assert "| 14 met, 20 missed, 16 undecided | 33.3 ms [33.0, 33.7], 9,000 gaps |" in sparcas
+    # 14 of at most 10, 20 of at least 7.
+    assert "| 1.40 to 2.86 x |" in sparcas
+    with pytest.raises(ValueError, match="no report"):
+        report.write_report(tmp_path / "nothing")
+
+
+def test_reports_of_several_folders_make_one_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    paths = []
+    for label, speed in {"page_minmax": 20.0, "dense": 10.0}.items():
+        (tmp_path / label).mkdir()
+        paths.append(tmp_path / label / f"{label}.json")
+        paths[-1].write_text(json.dumps(capacity_report(label, speed)))
+    line = ["capacity", "--out", str(tmp_path / "page"), "--combine", *map(str, paths)]
+    monkeypatch.setattr(sys, "argv", line)
+    capacity.main()
+    table = (tmp_path / "page" / "capacity.md").read_text().splitlines()
+    assert [row.split("|")[1].strip() for row in table[2:]] == ["dense", "page_minmax"]
+    assert (tmp_path / "page" / "capacity.html").exists()
+    other = capacity_report("page_minmax", 20.0, limits_s={"strict": 0.04, "relaxed": 0.2})
+    paths[0].write_text(json.dumps(other))
+    with pytest.raises(SystemExit) as ended:
+        capacity.main()
+    assert ended.value.code == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "page_minmax and dense cannot be compared: limits_s" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"met": 14.0, "missed": None}, "above 1.40 x"),
+        ({"met": None, "missed": 20.0}, "below 2.86 x"),
+        ({"met": None, "missed": None}, "-"),
+    ],
+)
+def test_a_ratio_says_no_more_than_is_known(change: dict[str, Any], words: str) -> None:
+    base = capacity_report("dense", 10.0)
+    one = capacity_report("sparcas", 20.0, capacity={"strict": change})
+    assert report.ratio(one, base, "strict") == words

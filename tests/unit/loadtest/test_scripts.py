@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments, statistics and ports of the load-test scripts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts import LOADTEST
+
+import capacity  # isort: skip
+import capacity_gpus  # isort: skip
+import crossover  # isort: skip
+import decode_latency  # isort: skip
+import local  # isort: skip
+import profile_decode  # isort: skip
+import report  # isort: skip
+import short  # isort: skip
+import soak  # isort: skip
+import tensor_parallel  # isort: skip
+
+
+def test_statistics_are_counted_from_locusts_final_report(tmp_path: Path) -> None:
+    times = {"E2E": {"120": 98, "15000": 2}, "TTFT": {"7": 1}}
+    entries = [
+        {"method": kind, "name": "n", "num_requests": sum(counts.values()), "num_failures": 1,
+         "response_times": counts}
+        for kind, counts in times.items()
+    ]  # fmt: skip
+    (tmp_path / "stats.json").write_text(json.dumps(entries))
+    assert short.summary(tmp_path / "stats.json") == {
+        "E2E": {"count": 100, "failed": 1, "p50": 120, "p99": 15000},
+        "TTFT": {"count": 1, "failed": 1, "p50": 7, "p99": 7},
+    }
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "words"),
+    [
+        (capacity, "--out x --label x --base-url http://127.0.0.1:9", ["--base-url", "no SGLang"]),
+        (capacity, "--out x --start nonsense", ["--start", "'nonsense'", "sparcas"]),
+        (capacity, "--out x --start dense --scenario nothing", ["--scenario", "shared_documents"]),
+        (soak, "--out x --method nonsense", ["--method", "'nonsense'", "kascade_sketch"]),
+        (soak, "--out x --base-url http://127.0.0.1:9", ["--base-url", "no SGLang server answers"]),
+        (decode_latency, "--label x --out x --base-url http://127.0.0.1:9", ["no SGLang server"]),
+        (capacity, "--out x --start sparcas dense", ["dense first", "--limit-from"]),
+        (
+            capacity_gpus,
+            "--out x 0=sparcas",
+            ["--limit-from is missing", "no server here is dense"],
+        ),
+        (capacity_gpus, "--out x 0=nothing", ["'0=nothing' is not GPU=LABEL", "kascade_sketch"]),
+        (report, "/nowhere", ["/nowhere", "no report"]),
+    ],
+)
+def test_wrong_arguments_end_with_one_line(
+    script: Any, line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert all(word in told for word in words), told
+
+
+def test_locust_refuses_an_unknown_scenario_before_it_starts() -> None:
+    command = [sys.executable, "-m", "locust", "-f", str(LOADTEST / "locustfile.py"), "--headless"]
+    command += ["--scenario", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no scenario 'nothing'; there are bursts, long_decode" in done.stderr
+
+
+def test_what_a_soak_asks_for_is_in_the_servers_unit() -> None:
+    def asked(least: float, most: float) -> list[Any]:
+        state = {"request_budget": {"unit": "u", "least": least, "most": most}}
+        return [options and options.get("budget") for options in soak.options_of(state)]
+
+    assert asked(49, 256) == [None, None, None, 49, 152]
+    assert asked(1e-6, 0.5) == [None, None, None, 1e-6, pytest.approx(0.25, abs=1e-5)]
+
+
+def test_growth_is_told_from_warming_up_and_wobble() -> None:
+    warming = [100.0 * min(i, 5) for i in range(40)]
+    assert soak.growth_mib(warming) == 0
+    wobble = [500 + 10 * (i % 3) for i in range(40)]
+    assert abs(soak.growth_mib(wobble)) <= 10
+    assert soak.growth_mib([500 + 5.0 * i for i in range(40)]) == pytest.approx(100)
+
+
+def test_the_crossover_lies_where_the_last_loss_ends() -> None:
+    dense = {(1000, 1): 5.0, (8000, 1): 5.0, (16000, 1): 6.0, (32000, 1): 7.0}
+    late = {(1000, 1): 4.0, (8000, 1): 7.0, (16000, 1): 7.0, (32000, 1): 6.0}
+    assert crossover.crossover(dense, late, 1) == 24000
+    assert crossover.rounded_up(24000) == 24576
+    assert crossover.crossover(dense, dict.fromkeys(dense, 4.0), 1) == 1000
+    assert crossover.crossover(dense, dict.fromkeys(dense, 8.0), 1) is None
+    assert crossover.crossover(dense, late, 2) is None
+
+
+def test_a_profile_counts_time_that_launches_share_once() -> None:
+    times = ((100.0, 40.0), (130.0, 30.0), (135.0, 5.0), (200.0, 20.0))
+    events = [{"cat": "kernel", "name": "k", "ts": ts, "dur": dur} for ts, dur in times]
+    found = profile_decode.summary([{"cat": "cpu_op", "name": "o", "ts": 0, "dur": 9}, *events])
+    assert found["span_us"] * profile_decode.STEPS == 120
+    assert found["busy_us"] * profile_decode.STEPS == 60 + 20
+    assert found["gap_us"] * profile_decode.STEPS == 40
+    assert found["launches"] * profile_decode.STEPS == len(times)
+    assert found["kernels"][0]["us"] * profile_decode.STEPS == 95
+
+
+def test_a_server_gets_a_port_that_no_client_gets_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert local.PORTS.stop <= 32_768  # where Linux' clients begin
+    with socket.socket() as taken:
+        port = local.free_port()
+        taken.bind(("127.0.0.1", port))
+        monkeypatch.setattr(local, "PORTS", range(port, port + 1))
+        with pytest.raises(RuntimeError, match=f"no free port from {port} to {port}"):
+            local.free_port()
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "first"),
+    [([1, 2], [1, 2], None), ([1, 2], [3, 2], 0), ([1, 2], [1], 1), ([1], [1, 2], 1)],
+)
+def test_an_answer_that_ends_early_differs_where_it_ends(
+    one: list[int], two: list[int], first: int | None
+) -> None:
+    assert tensor_parallel.first_difference(one, two) == first
+
+
+class Answering:
+    """Answers every prompt with the same tokens, each by far the likeliest."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+        return [
+            {
+                "meta_info": {
+                    "output_token_logprobs": [[-0.1, token] for token in self.tokens],
+                    "output_top_logprobs": [[[-0.1, 1], [-0.2, 2]] for _ in self.tokens],
+                }
+            }
+            for _ in prompts
+        ]
+
+
+def test_ranks_whose_answers_end_early_are_not_equal() -> None:
+    whole, cut = Answering([7] * 16), Answering([7] * 15)
+    assert tensor_parallel.compare(whole, whole, count=2, length=50, vocab=1000)["ok"]
+    for pair in ((whole, cut), (cut, whole), (cut, cut)):
+        found = tensor_parallel.compare(*pair, count=2, length=50, vocab=1000)
+        assert (found["ok"], found["cut_short"]) == (False, 2)

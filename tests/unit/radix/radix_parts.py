@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real pools, a real tree and a real model config of a tiny shape, as SGLang builds them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_sparse import compat
+from sglang_sparse_kernels.common import Impl
+from sglang_sparse_radix.branches import SparseFrom
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
+
+LAYERS, HEADS, DIM, VOCAB = 2, 2, 8, 64
+# What SGLang's scheduler does, by the module of `compat` that fits the installed version.
+scheduler = importlib.import_module(f"scheduler_{compat.current().__name__.rpartition('.')[2]}")
+
+ASKED = "sparse_from"
+
+
+def asked_for(server_args: object, req: Req) -> SparseFrom:
+    """From where a request of these tests attends sparsely, for the tree's factory."""
+    sparse: SparseFrom = req.sampling_params.custom_params[ASKED]
+    return sparse
+
+
+def tiny_model_config(folder: Path) -> ModelConfig:
+    """A real `ModelConfig` of a two-layer Llama shape."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 4 * DIM,
+        "num_attention_heads": 4,
+        "num_key_value_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "intermediate_size": 32,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(str(folder))
+
+
+def make_pool(
+    spec: PlaneSpec,
+    *,
+    page_size: int,
+    num_pages: int,
+    dtype: torch.dtype = torch.bfloat16,
+    impl: Impl = "torch",
+) -> SparseMHATokenToKVPool:
+    """A pool as the out-of-tree platform's path of SGLang builds it."""
+    return bind_pool_class(spec, impl)(
+        num_pages * page_size,
+        page_size=page_size,
+        dtype=dtype,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        start_layer=0,
+        end_layer=LAYERS,
+    )
+
+
+def build_context(
+    pool: MHATokenToKVPool, *, page_size: int, requests: ReqToTokenPool, **changes: object
+) -> TreeCacheBuildContext:
+    """What `build_kv_cache` hands to the radix-cache factory; `changes` replace fields of it."""
+    server_args = get_server_args()
+    allocator = scheduler.ALLOCATOR(
+        pool.size,
+        page_size=page_size,
+        dtype=pool.dtype,
+        device="cpu",
+        kvcache=pool,
+        need_sort=False,
+    )
+    allocator.debug_mode = True
+    disable = bool(changes.get("disable_radix_cache", False))
+    fields: dict[str, object] = {
+        "server_args": server_args,
+        "params": CacheInitParams(
+            disable=disable,
+            req_to_token_pool=requests,
+            token_to_kv_pool_allocator=allocator,
+            page_size=page_size,
+        ),
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "enable_hierarchical_cache": False,
+        "disable_radix_cache": disable,
+        "tp_worker": None,
+        "model_config": None,
+        "tp_size": 1,
+        "tp_rank": 0,
+        "tp_group": None,
+    }
+    return TreeCacheBuildContext(**(fields | scheduler.CONTEXT | changes))
