@@ -21,10 +21,19 @@ def text(facts: Facts) -> str:
         f"sglang-sparse {facts.version}: method {facts.method} ({facts.source}, "
         f"{facts.preset_hash}); {axes}; {_layers(layers)}, {dense} dense; rows of "
         f"{facts.min_sparse_tokens} to {facts.longest_row} tokens sparse, shorter ones dense; "
+        f"{_drafts(facts.step_tokens)}"
         f"inner backend {facts.inner_backend}; page size {facts.page_size}; "
+        f"KV in {facts.kv_cache_dtype}, "
         f"planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
         f"state {facts.state_bytes / 2**20:.1f} MiB; sglang {facts.sglang} ({tested})"
     )
+
+
+def _drafts(tokens: int) -> str:
+    """What speculation does to selection; nothing without it."""
+    if tokens == 1:
+        return ""
+    return f"{tokens} tokens verified a step on the lists of the first, selected anew each step; "
 
 
 def _layers(roles: dict[str, int]) -> str:

@@ -16,6 +16,9 @@ SGLANG = ("0.5.17",)
 
 BOUNDED_RULES = (
     Rule("tp_size", (1, None), "states of several ranks are not tested yet"),
+    Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "states hold keys as they are"),
+    Rule("speculative_algorithm", (None,), "rejected tokens cannot be taken out of a state"),
+    Rule("enable_hierarchical_cache", (False, None), "states have no tier on the host"),
     Rule("enable_memory_saver", (False, None), "released states are not restored"),
 )
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat, devices
 from sglang_sparse.config import ConfigError, SparseConfig, calibration_command
-from sglang_sparse_radix.refusals import RULES, Rule, unsupported_switch
+from sglang_sparse_radix.refusals import Rule, rules_for, unsupported_switch
 
 if TYPE_CHECKING:
     import argparse
@@ -25,11 +25,20 @@ MAX_GROUP = 16  # query heads a KV head that the kernels take
 
 _OFF = (None, False)
 
-# On top of what the planes and the tree cannot follow (sglang_sparse_radix.refusals.RULES).
+# On top of what the planes and the tree cannot follow (sglang_sparse_radix.refusals).
 ATTENTION_RULES = (
     Rule("prefill_attention_backend", (None, BACKEND), "planes are built in prefill"),
     Rule("decode_attention_backend", (None, BACKEND), "planes are built in prefill"),
-    Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "scores read unquantized keys"),
+    Rule(
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16", "fp8_e4m3", None),
+        "planes and kernels read 16-bit or fp8 e4m3 keys",
+    ),
+    Rule(
+        "quantization_param_path",
+        (None,),
+        "SGLang divides K and V by its scales and never multiplies by them",
+    ),
     Rule("enable_mixed_chunk", _OFF, "decode rows of a mixed batch would run dense"),
     Rule("enable_dp_attention", _OFF, "idle ranks are not planned yet"),
     Rule("pp_size", (1, None), "what later stages count is not gathered yet"),
@@ -40,6 +49,8 @@ ATTENTION_RULES = (
     Rule("lora_paths", (None, [], {}), "LoRA graphs take the graph variant of sparse decode"),
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
     Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
+    Rule("speculative_adaptive", _OFF, "graphs are captured for one number of draft tokens"),
+    Rule("nnodes", (1, None), "ranks on several hosts are not tested"),
     Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("smg_grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("grpc_port", (None,), "its requests bypass the check of custom_params"),
@@ -73,6 +84,7 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
         ConfigError: names the first offending flag.
     """
     _check_rules(args)
+    _check_host_tier(args)
     if args.device is not None:
         _check_device(args.device)
     switch = unsupported_switch()
@@ -180,6 +192,19 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
         raise refuse("--dtype", server_args.dtype, "auto, bfloat16 or float16", "drop it")
 
 
+def _check_host_tier(args: Any) -> None:
+    """Refuse KV in host memory on a version of SGLang where it was not tested."""
+    if not getattr(args, "enable_hierarchical_cache", False):
+        return
+    if not compat.is_tested() or compat.current().hierarchical_tree_class() is None:
+        raise refuse(
+            "--enable-hierarchical-cache",
+            True,
+            f"sglang {compat.TESTED_SGLANG[0]}",
+            f"drop it, or install that version: this one is {compat.sglang_version()}",
+        )
+
+
 def _check_device(device: str) -> None:
     """Refuse devices that neither the kernels nor the CPU platform serve.
 
@@ -198,7 +223,7 @@ def _check_device(device: str) -> None:
 
 
 def _check_rules(args: Any) -> None:
-    for rule in (*RULES, *ATTENTION_RULES):
+    for rule in (*rules_for(args), *ATTENTION_RULES):
         value = getattr(args, rule.field, rule.allowed[0])
         if value not in rule.allowed:
             raise ConfigError(

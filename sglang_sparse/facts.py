@@ -29,7 +29,10 @@ class Facts:
         request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
+        kv_cache_dtype: of the rows of K and V, as ``--kv-cache-dtype`` names it.
         kv_bytes, state_bytes: device bytes of K and V; of lists, scores, plans and tables.
+        step_tokens: tokens that a step runs for each request: 1, or the drafts of a verification
+            and the token before them.
         decode_steps, prefill_batches: how many were planned, by variant.
         sglang, sglang_tested: the installed version and those that were tested.
     """
@@ -53,8 +56,10 @@ class Facts:
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]
+    kv_cache_dtype: str
     kv_bytes: int
     state_bytes: int
+    step_tokens: int
     decode_steps: dict[Variant, int]
     prefill_batches: dict[Variant, int]
     sglang: str

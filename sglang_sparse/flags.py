@@ -18,6 +18,7 @@ from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
 from sglang_sparse.reach import check_reach
+from sglang_sparse.speculation.flags import check_speculation
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -82,6 +83,7 @@ def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
     """
     if launch is not None:
         check_resolved(compat.resolved(server_args), launch.config)
+        check_speculation(compat.resolved(server_args), launch.config)
         attach(server_args, launch)
     return server_args
 
@@ -124,6 +126,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     geometry = geometry_of(model, args.model_path)
     resolved = resolve_with_source(method, config_text, geometry)
     check_flags(args, resolved.config)
+    check_speculation(args, resolved.config)
     check_preferred(args.preferred_sampling_params)
     check_ranks(
         resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size

@@ -35,8 +35,9 @@ def _register_parts() -> None:
     from sglang_sparse.checks import BACKEND
     from sglang_sparse.flags import engine_server_args
     from sglang_sparse.prefixes import sparse_from
-    from sglang_sparse_radix import radix_cache
+    from sglang_sparse_radix import tree_factory
 
     register_attention_backend(BACKEND)(create_backend)
-    radix_cache.register(compat.current().tree_class(), sparse_from)
+    version = compat.current()
+    tree_factory.register(version.tree_class(), version.hierarchical_tree_class, sparse_from)
     Engine.server_args_class = staticmethod(engine_server_args)

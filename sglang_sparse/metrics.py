@@ -38,6 +38,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plane_reuse_prefills": ("Prefills that took planes of a shared prefix.", ()),
     "plane_reuse_tokens": ("Prefix tokens whose KV and planes were reused.", ()),
     "plane_reuse_pages": ("Prefix pages whose KV and planes were reused.", ()),
+    "plane_recomputed_pages": ("Pages back from the host, with planes computed anew.", ()),
 }
 
 
@@ -127,6 +128,7 @@ class Exporter:
             self._to("plane_reuse_prefills", counts["prefills_with_reuse"])
             self._to("plane_reuse_tokens", counts["tokens"])
             self._to("plane_reuse_pages", counts["pages"])
+            self._to("plane_recomputed_pages", counts["recomputed_pages"])
 
     def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
         """By how many tokens lists that stopped early fall short of what was planned (below 0)."""

@@ -45,7 +45,7 @@ def build_mha_kv_pool(
     original: Callable[..., Any], configurator: Any, *, mha_pool_class: type, **kwargs: Any
 ) -> Any:
     """AROUND hook on ``KVCacheConfigurator._build_mha_kv_pool``: swap the pool class."""
-    if selecting_launch_of(configurator.server_args) is not None:
+    if _planes_of(configurator) is not None:
         mha_pool_class = kv_pool_class()
     return original(configurator, mha_pool_class=mha_pool_class, **kwargs)
 
@@ -58,9 +58,14 @@ def compute_cell_size(
     Bytes of one token over all local layers, so that ``max_total_num_tokens`` stays honest.
     """
     cell: int = original(configurator, kvc, num_layers)
-    launch = selecting_launch_of(kvc.server_args)
+    launch = _planes_of(kvc)
     if launch is None:
         return cell
     from sglang_sparse_radix.pool import extra_cell_bytes
 
     return cell + extra_cell_bytes(plane_spec(launch), kvc, num_layers)
+
+
+def _planes_of(configurator: Any) -> SparseLaunch | None:
+    """The launch whose planes a ``KVCacheConfigurator``'s pool has; None for a draft model's."""
+    return None if configurator.is_draft_worker else selecting_launch_of(configurator.server_args)

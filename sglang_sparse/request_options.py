@@ -24,6 +24,7 @@ from sglang_sparse.choices.interfaces import BudgetChoice
 from sglang_sparse.config import ConfigError, SparseConfig
 from sglang_sparse.config.errors import shorten
 from sglang_sparse.launch import launch_of
+from sglang_sparse.speculation.requests import check_greedy
 
 PARAMS = "custom_params"
 KEY = "sparse"
@@ -138,7 +139,7 @@ def validate_one_request(
     """AROUND hook on ``TokenizerManager._validate_one_request``; its ValueError is a 400."""
     launch = launch_of(manager.server_args)
     if launch is not None:
-        _check_params(obj.sampling_params, launch.config)
+        _check_params(obj.sampling_params, launch.config, manager.server_args)
     original(manager, obj, input_ids)
 
 
@@ -156,12 +157,13 @@ def check_before_streaming(original: Callable[..., Any], manager: Any, obj: Any)
         params = getattr(obj, "sampling_params", None)
         try:
             for one in params if isinstance(params, list) else [params]:
-                _check_params(one, launch.config)
+                _check_params(one, launch.config, manager.server_args)
         except ConfigError as error:
             raise HTTPException(400, str(error)) from None
     return original(manager, obj)
 
 
-def _check_params(sampling_params: object, config: SparseConfig) -> None:
-    if isinstance(sampling_params, Mapping):
-        parse(sampling_params.get(PARAMS), config)
+def _check_params(sampling_params: object, config: SparseConfig, server_args: Any) -> None:
+    params = sampling_params if isinstance(sampling_params, Mapping) else {}
+    parse(params.get(PARAMS), config)
+    check_greedy(params, server_args)

@@ -50,6 +50,7 @@ from .progressive import (
 from .records import (
     BLOCK_UNITS,
     Always,
+    KVScales,
     KVView,
     Lists,
     Scores,
@@ -96,6 +97,7 @@ __all__ = [
     "ExactScore",
     "ExactWorkspace",
     "FindStop",
+    "KVScales",
     "KVView",
     "KeySketch",
     "Lists",

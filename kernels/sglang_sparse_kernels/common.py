@@ -16,6 +16,9 @@ Reduce = Literal["max", "sum"]
 PAGE_SIZES = (16, 32, 64)
 """Tokens that a physical page may hold."""
 
+FP8 = torch.float8_e4m3fn
+"""The one quantized dtype of K and V rows."""
+
 IMPLS: tuple[str, ...] = get_args(Impl)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 
@@ -57,6 +60,28 @@ def check_dense_rows(name: str, tensor: torch.Tensor) -> None:
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Precision a reference computes in: float64 for float64 inputs, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+Index = torch.Tensor | tuple[torch.Tensor | slice | int, ...]
+
+
+def take(stored: torch.Tensor, at: Index) -> torch.Tensor:
+    """``stored[at]``, of any dtype."""
+    # Indexing fp8 is not implemented on every device; its bytes can be indexed on all.
+    return stored.view(torch.uint8)[at].view(FP8) if stored.dtype == FP8 else stored[at]
+
+
+def computable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, in float32 if it is fp8, which has no arithmetic."""
+    return tensor.float() if tensor.dtype == FP8 else tensor
+
+
+def put(stored: torch.Tensor, at: Index, values: torch.Tensor) -> None:
+    """``stored[at] = values``, converted to the dtype of ``stored``."""
+    values = values.to(stored.dtype)
+    if stored.dtype == FP8:
+        stored, values = stored.view(torch.uint8), values.view(torch.uint8)
+    stored[at] = values
 
 
 def rankable(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

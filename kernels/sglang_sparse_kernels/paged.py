@@ -5,10 +5,17 @@ from collections.abc import Iterator
 
 import torch
 
-from .common import accumulate_dtype
+from .common import FP8, accumulate_dtype
 
 PIECE_TOKENS = 4096
 """Tokens that are converted and multiplied together; 4 KV heads of 64 channels take 4 MiB."""
+
+
+def select_rows(stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows ``index`` (int32 or int64 [n]) of a tensor of any dtype, a copy."""
+    if stored.dtype == FP8:  # which cannot be indexed; its bytes can
+        return stored.view(torch.uint8).index_select(0, index).view(FP8)
+    return stored.index_select(0, index)
 
 
 def pages_of(cache: torch.Tensor, pages: torch.Tensor, rows_a_page: int) -> torch.Tensor:
@@ -24,7 +31,7 @@ def pages_of(cache: torch.Tensor, pages: torch.Tensor, rows_a_page: int) -> torc
     """
     whole = cache.shape[0] // rows_a_page
     by_page = cache[: whole * rows_a_page].view(whole, -1)
-    return by_page.index_select(0, pages).view(-1, *cache.shape[1:])
+    return select_rows(by_page, pages).view(-1, *cache.shape[1:])
 
 
 def pieces(

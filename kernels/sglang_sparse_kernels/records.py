@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records in which arguments travel: a view of KV, lists, scores, and settings of attention."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .common import (
+    FP8,
     PAGE_SIZES,
+    Index,
     check_contiguous,
     check_dense_rows,
     check_dtype,
     check_shape,
     group_size,
+    take,
 )
 
 if TYPE_CHECKING:
@@ -27,6 +30,18 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
 
 
+class KVScales(NamedTuple):
+    """What stored rows are multiplied by to give keys and values, above 0 (quantized KV).
+
+    Attributes:
+        k: factor of the keys; it goes into the scale of the logits.
+        v: factor of the values; it goes into the output.
+    """
+
+    k: float = 1.0
+    v: float = 1.0
+
+
 @dataclass(frozen=True)
 class KVView:
     """The KV rows of one layer, and where the logical positions of a batch lie among them.
@@ -35,16 +50,18 @@ class KVView:
     function for it is :func:`.triton_ops.slots_of`.
 
     Attributes:
-        k: [slots, H, D], contiguous.
+        k: [slots, H, D], contiguous, in the queries' dtype or in fp8 e4m3.
         v: the same shape and dtype, contiguous.
         page_table: int32 [R, max_pages], physical page of each logical page of a row.
         page_size: tokens a physical page (P).
+        scales: keys are ``k * scales.k``, values ``v * scales.v``.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     page_table: torch.Tensor
     page_size: int
+    scales: KVScales = field(default_factory=KVScales)
 
     @property
     def num_heads(self) -> int:
@@ -56,12 +73,27 @@ class KVView:
         """The view for kernels."""
         from .triton_ops import KVArgs
 
-        return KVArgs(self.k, self.v, self.page_table, self.page_table.stride(0))
+        table = self.page_table
+        return KVArgs(self.k, self.v, table, table.stride(0), self.scales.v)
 
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         """int64 slots of logical ``positions`` (int64, any shape) of a row of the batch."""
         pages = self.page_table[row].long()[positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
+
+    def keys(self, at: Index, dtype: torch.dtype) -> torch.Tensor:
+        """Keys [..., D] of slots, or of slots and heads, ``at``, in ``dtype``."""
+        rows = take(self.k, at).to(dtype)
+        return rows if self.scales.k == 1 else rows * self.scales.k
+
+    def values(self, at: Index, dtype: torch.dtype) -> torch.Tensor:
+        """Values [..., D] of slots, or of slots and heads, ``at``, in ``dtype``."""
+        rows = take(self.v, at).to(dtype)
+        return rows if self.scales.v == 1 else rows * self.scales.v
+
+    def logits(self, softmax: "Softmax") -> "Softmax":
+        """``softmax`` for products with rows as they are stored, and with planes of them."""
+        return replace(softmax, scale=softmax.scale * self.scales.k)
 
     def group_of(self, q: torch.Tensor) -> int:
         """Query heads a KV head (G) of ``q`` [rows, H * G, D].
@@ -81,8 +113,9 @@ class KVView:
         check_dtype("q", q, torch.bfloat16, torch.float16)
         check_dense_rows("q", q)
         for name, rows in {"k": self.k, "v": self.v}.items():
-            check_dtype(name, rows, q.dtype)
+            check_dtype(name, rows, q.dtype, FP8)
             check_contiguous(name, rows)
+        check_dtype("v", self.v, self.k.dtype)
         group = group_size(q.shape[1], self.num_heads)
         if q.shape[2] not in HEAD_DIMS or group > MAX_GROUP:
             raise ValueError(

@@ -33,12 +33,16 @@ def constants(record: Constants) -> Constants:
 
 
 class KVArgs(NamedTuple):
-    """A :class:`.records.KVView` as kernels take it."""
+    """A :class:`.records.KVView` as kernels take it; its keys' scale is in that of the logits.
+
+    Rows may be fp8 e4m3: a kernel converts what it loaded to the queries' dtype, which is exact.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     page_table: torch.Tensor
     stride_table: int
+    v_scale: float
 
 
 class PlanArgs(NamedTuple):

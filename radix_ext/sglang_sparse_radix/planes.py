@@ -13,11 +13,13 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
+from sglang_sparse_kernels.common import FP8, computable, take
 from sglang_sparse_kernels.planes import (
     SCALE_DTYPE,
     SKETCH_DTYPES,
     PlaneShape,
     SketchFormat,
+    digest_dtype,
     has_scale,
     pages_per_run,
     tokens_per_element,
@@ -35,7 +37,7 @@ class Expected(NamedTuple):
     """What a plane must hold for some pages.
 
     Attributes:
-        values: by physical page, as :meth:`Plane.by_page` gives what is stored.
+        values: by physical page, as :meth:`Plane.of_pages` gives what is stored.
         defined: broadcastable to ``values``, true where an entry is defined; those of unwritten
             rows are not.
         slack: how far what is stored may lie from ``values``; None for not at all.
@@ -68,8 +70,10 @@ class Plane(Protocol):
     ) -> int:
         """Exact bytes of one physical page in one layer."""
 
-    def by_page(self, name: str, stored: torch.Tensor, page_size: int) -> torch.Tensor:
-        """One layer of a tensor, ``[pages, ...]``, in a dtype that can be gathered and compared."""
+    def of_pages(
+        self, name: str, stored: torch.Tensor, pages: torch.Tensor, page_size: int
+    ) -> torch.Tensor:
+        """``pages`` of one layer of a tensor, ``[N, ...]``, in a dtype that can be compared."""
 
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
         """What each tensor must hold.
@@ -84,7 +88,7 @@ class Plane(Protocol):
 class CuboidPlane(ABC):
     """Base of planes that hold a cuboid a logical page and KV head: its lower and upper ends.
 
-    Each is `[L, pages * P // logical_page, H, D]` in the dtype of K.
+    Each is `[L, pages * P // logical_page, H, D]` in :meth:`dtype_of` the KV dtype.
 
     Raises:
         ValueError: `logical_page` is not allowed.
@@ -97,18 +101,27 @@ class CuboidPlane(ABC):
         if self.logical_page not in ALLOWED_LOGICAL_PAGES:
             raise ValueError(f"logical_page is {self.logical_page}; allowed: 16, 32 or 64")
 
+    def dtype_of(self, kv_dtype: torch.dtype) -> torch.dtype:
+        """Of the ends: that of K, whose values they are."""
+        return kv_dtype
+
     def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
         entries = shape.num_pages * (shape.page_size // self.logical_page)
         size = (shape.num_layers, entries, shape.num_heads, shape.head_dim)
-        return {name: torch.zeros(size, dtype=shape.kv_dtype, device=device) for name in self.names}
+        dtype = self.dtype_of(shape.kv_dtype)
+        return {name: torch.zeros(size, dtype=dtype, device=device) for name in self.names}
 
     def bytes_per_page(
         self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
     ) -> int:
-        return 2 * (page_size // self.logical_page) * head_num * head_dim * kv_dtype.itemsize
+        entries, itemsize = page_size // self.logical_page, self.dtype_of(kv_dtype).itemsize
+        return 2 * entries * head_num * head_dim * itemsize
 
-    def by_page(self, name: str, stored: torch.Tensor, page_size: int) -> torch.Tensor:
-        return stored.view(-1, page_size // self.logical_page, *stored.shape[1:])
+    def of_pages(
+        self, name: str, stored: torch.Tensor, pages: torch.Tensor, page_size: int
+    ) -> torch.Tensor:
+        paged = stored.view(-1, page_size // self.logical_page, *stored.shape[1:])
+        return computable(take(paged, pages))
 
     @abstractmethod
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]: ...
@@ -135,7 +148,7 @@ class PageBounds(CuboidPlane):
     names: ClassVar[tuple[str, str]] = ("page_min", "page_max")
 
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
-        keys, unwritten, defined = self._grouped(rows, written)
+        keys, unwritten, defined = self._grouped(computable(rows), written)
         ends = _ends(keys, unwritten)
         return {
             name: Expected(values, defined) for name, values in zip(self.names, ends, strict=True)
@@ -147,10 +160,13 @@ class PageDigest(CuboidPlane):
     """Cuboid-mean digest of a logical page (ArkVale): centre and mean distance from it.
 
     Up to 64 distances may be added up in any order in float32, which may carry an entry over to
-    the next number of its dtype.
+    the next number of its dtype. That is bf16 beside fp8 keys: a mean of them is no fp8 number.
     """
 
     names: ClassVar[tuple[str, str]] = ("page_mean_low", "page_mean_high")
+
+    def dtype_of(self, kv_dtype: torch.dtype) -> torch.dtype:
+        return digest_dtype(kv_dtype)
 
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
         keys, unwritten, defined = self._grouped(rows.double(), written)
@@ -159,10 +175,15 @@ class PageDigest(CuboidPlane):
         counts = (~unwritten).sum(2)
         distances = (keys - centre[:, :, None]).abs().masked_fill(unwritten, 0)
         spread = distances.sum(2) / counts
-        size = rows.abs().amax((1, 2, 3)).double().view(-1, 1, 1, 1)
-        eps = torch.finfo(rows.dtype).eps
+        size = keys.abs().amax((1, 2, 3, 4)).view(-1, 1, 1, 1)
+        info = torch.finfo(self.dtype_of(rows.dtype))
         return {
-            name: Expected(values, defined, eps * values.abs() + 66 * 2.0**-24 * size)
+            name: Expected(
+                values,
+                defined,
+                # Below the smallest normal number the next one is as far away as there.
+                info.eps * values.abs().clamp(min=info.tiny) + 66 * 2.0**-24 * size,
+            )
             for name, values in zip(self.names, (centre - spread, centre + spread), strict=True)
         }
 
@@ -214,29 +235,31 @@ class SketchPlane:
         scale = page_size * head_num * SCALE_DTYPE.itemsize if has_scale(self.dtype) else 0
         return elements * head_num * head_dim * self.dtype.itemsize + scale
 
-    def by_page(self, name: str, stored: torch.Tensor, page_size: int) -> torch.Tensor:
+    def of_pages(
+        self, name: str, stored: torch.Tensor, pages: torch.Tensor, page_size: int
+    ) -> torch.Tensor:
         if name != "key_sketch":
-            return stored
+            return stored[pages]
         runs, heads, dim, elements = stored.shape
         packed = stored.dtype == torch.uint8
         part = page_size // 2 if packed else page_size
-        split = stored.view(runs, heads, dim, elements // part, part).permute(0, 3, 1, 2, 4)
-        paged = split.reshape(-1, heads, dim, part)
+        paged = stored.view(runs, heads, dim, elements // part, part).permute(0, 3, 1, 2, 4)
+        held = take(paged, (pages // paged.shape[1], pages % paged.shape[1]))
         if packed:
-            return torch.cat((paged & 15, paged >> 4), -1).to(torch.int8) - 8
-        return _comparable(paged)
+            return torch.cat((held & 15, held >> 4), -1).to(torch.int8) - 8
+        return _comparable(held)
 
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
         keys = rows.permute(0, 2, 3, 1).float()  # [N, H, D, P]
         seen = written[:, None, None, :]
         if not has_scale(self.dtype):
-            if self.dtype == torch.float8_e4m3fn:
+            if self.dtype == FP8:
                 keys = keys.clamp(-_FP8_MAX, _FP8_MAX)
             return {"key_sketch": Expected(_comparable(keys.to(self.dtype)), seen)}
         most = _INT8_MAX if self.dtype == torch.int8 else _INT4_MAX
         scale = (keys.abs().amax(2) / most).clamp(max=_SCALE_MAX).half()  # [N, H, P]
         safe = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
-        # Of 4 bits, one integer a byte: `by_page` unpacks what is stored.
+        # Of 4 bits, one integer a byte: `of_pages` unpacks what is stored.
         codes = torch.round(keys / safe[:, :, None]).clamp(-most, most).to(torch.int8)
         return {
             "key_sketch": Expected(codes, seen),
@@ -245,5 +268,5 @@ class SketchPlane:
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    # fp8 can neither be gathered nor compared on every device; its bytes can.
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+    # fp8 cannot be compared on every device; its bytes can.
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

@@ -9,11 +9,12 @@ from typing import Final
 
 import torch
 
+from sglang_sparse_kernels.common import FP8
 from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape
 from sglang_sparse_radix.planes import Plane
 
 ALLOWED_PAGE_SIZES: Final = (16, 32, 64)
-ALLOWED_KV_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+ALLOWED_KV_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 def every_layer(layer: int) -> bool:
@@ -80,13 +81,13 @@ class PlaneSpec:
         """Refuse a KV dtype that the planes are not defined for.
 
         Raises:
-            ValueError: `kv_dtype` is not bfloat16, float16 or float32 (a quantised pool, for one).
+            ValueError: `kv_dtype` is not bfloat16, float16, float32 or fp8 e4m3.
         """
         if kv_dtype not in ALLOWED_KV_DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ALLOWED_KV_DTYPES)
             raise ValueError(
                 f"--kv-cache-dtype resolves to {str(kv_dtype).removeprefix('torch.')}; "
-                f"the KV planes allow {names}: start with --kv-cache-dtype bfloat16"
+                f"the KV planes allow {names}: start with --kv-cache-dtype bfloat16 or fp8_e4m3"
             )
 
     def bytes_per_page(
@@ -98,7 +99,7 @@ class PlaneSpec:
             head_num: KV heads local to the tensor-parallel rank.
             head_dim: channels a head.
             page_size: tokens a physical page (P).
-            kv_dtype: dtype of the K rows; also that of the planes of logical pages.
+            kv_dtype: dtype of the K rows, which those of some planes follow from.
 
         Raises:
             ValueError: page size or dtype not allowed.

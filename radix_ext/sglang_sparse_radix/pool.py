@@ -3,7 +3,8 @@
 
 Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23 unless said otherwise):
   `memory_pool.py`: `MHATokenToKVPool._create_buffers`, `get_kv_size_bytes`,
-      `_finalize_allocation_log`. From 0.5.23 on K and V of a layer are halves of one tensor; each
+      `_finalize_allocation_log`, `get_key_buffer` (views fp8 rows, stored as bytes, in
+      their dtype). From 0.5.23 on K and V of a layer are halves of one tensor; each
       is contiguous, as before.
   `kv_cache_configurator.py`: `_build_mha_kv_pool` (takes `mha_pool_class`); in 0.5.17 also
       `_build_oot_mha_kv_pool` (takes the platform's `get_mha_kv_pool_cls()` and passes no
@@ -12,8 +13,9 @@ Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23 unle
 Who writes K, and who keeps the planes right: K rows reach the pool through `set_kv_buffer` or
 through a kernel that writes the buffers directly (fused RoPE), so the pool cannot see every write.
 The attention backend therefore calls `update_planes` once a forward pass, for all layers, with the
-positions that the pass wrote. Every other writer that this pool inherits is refused below, because
-it would move or replace K rows without that call.
+positions that the pass wrote. K rows that come back from the host are `host_loads`' part. Every
+other writer that this pool inherits is refused below, because it would move or replace K rows
+without that call.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_sparse_kernels.common import IMPLS, Impl, check_choice
 from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape, update_planes
+from sglang_sparse_radix.host_loads import HostLoads
 from sglang_sparse_radix.planes_spec import PlaneSpec, plane_bytes_per_token
 from sglang_sparse_radix.verify import PlaneMismatch, compare_planes
 
@@ -51,6 +54,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
     Attributes:
         planes: the `PlaneBuffers`; their layer axis holds `plane_layers`, see `plane_of`.
         plane_layers: global ids of this rank's layers that have planes, ascending.
+        loads: K and V that come back from the host.
         num_pages: physical pages, the padding page included.
     """
 
@@ -72,6 +76,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             raise RuntimeError(
                 "SparseMHATokenToKVPool has no plane spec; build the class with bind_pool_class"
             )
+        self.loads = HostLoads(self)
         super().__init__(*args, **kwargs)
 
     # -- allocation and accounting ---------------------------------------------------------------
@@ -81,7 +86,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         super()._create_buffers()
         self.num_pages = (self.size + self.page_size) // self.page_size
         self.plane_layers = self.plane_spec.layers(self.start_layer, self.layer_num)
-        self._plane_keys = [self.k_buffer[layer - self.start_layer] for layer in self.plane_layers]
+        self._plane_keys = [self.get_key_buffer(layer) for layer in self.plane_layers]
         pointers = [keys.data_ptr() for keys in self._plane_keys]
         self._plane_key_ptrs = torch.tensor(pointers, dtype=torch.uint64, device=self.device)
         # K's and V's own region and memory pool: planes are paused and resumed with them.
@@ -100,7 +105,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             page_size=self.page_size,
             num_heads=self.head_num,
             head_dim=self.head_dim,
-            kv_dtype=self.store_dtype,
+            kv_dtype=self.dtype,
         )
         return self.plane_spec.allocate(shape, self.device)
 
@@ -206,7 +211,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         if self.is_quantized_kv_cache:
             self._refuse(
                 f"quantized KV (method {self.quant_method.name!r})",
-                "start with --kv-cache-dtype bfloat16",
+                "start with --kv-cache-dtype bfloat16 or fp8_e4m3",
             )
         try:
             self.plane_spec.validate_kv_dtype(self.dtype)
@@ -234,7 +239,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         )
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> NoReturn:
-        """Refused: rows would move without their planes (speculative decoding)."""
+        """Refused: rows would move without their planes (trees of draft tokens)."""
         self._refuse("moving KV rows (move_kv_cache)", "start without --speculative-algorithm")
 
     def set_kv_buffer_prefix_valid(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -261,10 +266,6 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
     def finalize_backing(self, config: Any) -> NoReturn:
         """Refused: the planes are sized at construction."""
         self._refuse("post-capture KV sizing", "unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
-
-    def register_layer_transfer_counter(self, layer_transfer_counter: Any) -> NoReturn:
-        """Refused: layer-wise loading replaces K rows under their planes (hierarchical cache)."""
-        self._refuse("layer-wise KV loading", "start without --enable-hierarchical-cache")
 
 
 def bind_pool_class(spec: PlaneSpec, impl: Impl) -> type[SparseMHATokenToKVPool]:

@@ -2,8 +2,6 @@
 """SGLang's radix tree, kept in step with the KV planes.
 
 Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23):
-  `registry.py`: `register_radix_cache_backend`, `create_tree_cache` (calls the factory, also when
-      the radix cache is disabled), `default_radix_cache_factory`
   `radix_cache.py`: `RadixCache.reset`, `match_prefix`, `insert`, `_insert_helper`,
       `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which takes
       any hashable extra key
@@ -32,6 +30,10 @@ reachable whose planes were not computed:
   finish, abort, retraction: free what the tree did not take. Retraction (`is_insert=False`) leaves
       the shared prefix to the tree; the rest is recomputed in pages allocated anew.
   reset (`/flush_cache`): drops the tree and clears the allocator. No page is reachable.
+  write to the host, eviction to it: K and V are copied, a page of the device is freed. A node that
+      is on the host alone has no page.
+  load from the host: its pages are allocated, written by the load, and their planes computed in the
+      prefill that the load was started for (`host_loads`), before anybody decodes on them.
 
 So planes are never copied, moved or invalidated here. What the tree adds are counts of the prefix
 tokens whose planes a request reused, and invariant 2.
@@ -39,7 +41,8 @@ tokens whose planes a request reused, and invariant 2.
 Invariant 2: a request's prefix holds only KV that it could have computed itself: KV that saw dense
 attention alone, or sparse attention of the request's own way. `branches` says how: KV that saw
 sparse attention lies on branches of the tree that a dense request does not look at. Nothing else
-changes. A node on a branch is an ordinary node, so locks, eviction and sizes are SGLang's own.
+changes. A node on a branch is an ordinary node, so locks, eviction and sizes are SGLang's own. A
+node keeps its key while its KV is on the host, and with it its branch.
 """
 
 from __future__ import annotations
@@ -49,7 +52,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,11 +62,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
-from sglang.srt.mem_cache.registry import (
-    default_radix_cache_factory,
-    get_radix_cache_factory,
-    register_radix_cache_backend,
-)
 
 from sglang_sparse_radix.branches import (
     DENSE,
@@ -74,20 +71,14 @@ from sglang_sparse_radix.branches import (
     allowed,
     sections,
 )
-from sglang_sparse_radix.pool import SparseMHATokenToKVPool
-from sglang_sparse_radix.refusals import find_unsupported
 
 if TYPE_CHECKING:
     from array import array
 
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-    from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 
-BACKEND_NAME = "sparse"
 MakeKey = Callable[["array[int]", ExtraKey], RadixKey]
-SparseFromRequest = Callable[[Any, Any], SparseFrom]
 
 
 @dataclass(slots=True)
@@ -103,12 +94,14 @@ class PlaneReuse:
         prefills_with_reuse: those whose prefix was at least partly in the tree.
         tokens: prefix tokens whose K, V and planes were taken from the tree.
         pages: the same in physical pages.
+        recomputed_pages: pages that came back from the host, whose planes were computed anew.
     """
 
     prefills: int = 0
     prefills_with_reuse: int = 0
     tokens: int = 0
     pages: int = 0
+    recomputed_pages: int = 0
 
 
 class SparseRadixCache(RadixCache):
@@ -122,14 +115,16 @@ class SparseRadixCache(RadixCache):
 
     plane_reuse: PlaneReuse
 
-    def __init__(self, params: CacheInitParams, sparse_from: Callable[[Req], SparseFrom]) -> None:
-        """Takes what `RadixCache` takes, and from where each request attends sparsely."""
+    def __init__(
+        self, params: CacheInitParams, sparse_from: Callable[[Req], SparseFrom], **build: Any
+    ) -> None:
+        """Takes what SGLang's tree takes, and from where each request attends sparsely."""
         self.plane_reuse = PlaneReuse()
         self._sparse_from = sparse_from
         # The path of the request whose KV is being cached.
         self._path: list[Section] | None = None
         self._counted_generation: dict[int, int] = {}
-        super().__init__(params)
+        super().__init__(params, **build)
 
     def check_planes(self) -> dict[str, int]:
         """Compare the planes of every page in the tree with recomputation, for tests.
@@ -138,16 +133,21 @@ class SparseRadixCache(RadixCache):
             `pages` compared, and `wrong`: the (layer, page, plane) that differ. It copies to the
             host and takes seconds: never call it while requests matter.
         """
-        slots, stack = [], list(self.root_node.children.values())
+        slots = self._slots_on_device()
+        pages = slots[:: self.page_size] // self.page_size
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        return {"pages": len(pages), "wrong": len(pool.verify_planes(pages))}
+
+    def _slots_on_device(self) -> torch.Tensor:
+        """KV slots of all nodes, int64 `[n * P]`, in whole pages; not of those on the host."""
+        slots = [self._empty_match_result.device_indices]
+        stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
-            slots.append(node.value[:: self.page_size])
+            if not node.evicted:
+                slots.append(node.value)
             stack.extend(node.children.values())
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
-        if not slots:
-            return {"pages": 0, "wrong": 0}
-        pages = (torch.cat(slots) // self.page_size).long()
-        return {"pages": len(pages), "wrong": len(pool.verify_planes(pages))}
+        return torch.cat(slots)
 
     def reset(self) -> None:
         """Drop the tree; the caller clears the allocator (`/flush_cache`)."""
@@ -245,7 +245,8 @@ class SparseRadixCache(RadixCache):
                 if len(node.key) > end:
                     node = self._split_node(node.key, node, end)
                 end -= len(node.key)
-                values.append(node.value)
+                if not node.evicted:  # else it is on the host
+                    values.append(node.value)
         return self._matched(values, node)
 
     def _longest(
@@ -311,87 +312,3 @@ class SparseRadixCache(RadixCache):
         self.plane_reuse.prefills_with_reuse += reused > 0
         self.plane_reuse.tokens += reused
         self.plane_reuse.pages += reused // self.page_size
-
-
-def create_sparse_radix_cache(
-    ctx: TreeCacheBuildContext,
-    *,
-    cache_class: type[SparseRadixCache],
-    sparse_from: SparseFromRequest,
-) -> BasePrefixCache:
-    """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
-
-    Args:
-        ctx: SGLang's.
-        cache_class: the subclass of `SparseRadixCache` for the SGLang that is installed.
-        sparse_from: from where a request of a server attends sparsely.
-
-    Returns:
-        A `cache_class`; with `--disable-radix-cache` what SGLang itself would build, since planes
-        need no tree.
-
-    Raises:
-        ValueError: one line naming the setting, its value, what is allowed and what to do.
-    """
-    problem = find_unsupported(cache_class.flags(ctx.server_args)) or _unsupported_build(ctx)
-    if problem is not None:
-        raise ValueError(problem)
-    if ctx.disable_radix_cache:
-        return default_radix_cache_factory(ctx)
-    return cache_class(ctx.params, partial(sparse_from, ctx.server_args))
-
-
-def register(cache_class: type[SparseRadixCache], sparse_from: SparseFromRequest) -> None:
-    """Register the factory as `"sparse"`; calling it again is harmless.
-
-    Args:
-        cache_class: as in `create_sparse_radix_cache`.
-        sparse_from: from where a request attends sparsely, by `ServerArgs` and `Req`.
-
-    Raises:
-        ValueError: the name is taken by someone else.
-    """
-    factory = partial(create_sparse_radix_cache, cache_class=cache_class, sparse_from=sparse_from)
-    known = get_radix_cache_factory(BACKEND_NAME)
-    if getattr(known, "keywords", None) != factory.keywords:
-        register_radix_cache_backend(BACKEND_NAME, factory)
-
-
-def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:
-    kinds = {
-        "hybrid sliding-window": ctx.is_hybrid_swa,
-        "hybrid state-space": ctx.is_hybrid_ssm,
-        "DeepSeek sparse attention": ctx.is_dsa,
-    }
-    for kind, found in kinds.items():
-        if found:
-            return (
-                f"--model-path is a {kind} model; the sparse KV planes allow full-attention MHA "
-                "and GQA models; serve it without --attention-backend sparse"
-            )
-    if ctx.enable_hierarchical_cache:
-        return (
-            "--enable-hierarchical-cache is on: host-cached KV pages have no planes yet; "
-            "allowed: unset; start without --enable-hierarchical-cache"
-        )
-    if ctx.params.is_eagle:
-        return (
-            "--speculative-algorithm asks for bigram tree keys; allowed: unset; "
-            "start without --speculative-algorithm"
-        )
-    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    if not isinstance(pool, SparseMHATokenToKVPool):
-        return (
-            f"--radix-cache-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}; allowed: "
-            f"{SparseMHATokenToKVPool.__name__}; start with --attention-backend sparse"
-        )
-    if ctx.params.page_size != pool.page_size:
-        return (
-            f"--page-size is {pool.page_size} in the KV pool but {ctx.params.page_size} in the "
-            "radix cache; they must be equal; start without context parallelism"
-        )
-    try:
-        pool.plane_spec.validate_page_size(ctx.params.page_size)
-    except ValueError as error:
-        return str(error)
-    return None

@@ -47,7 +47,6 @@ class Rule:
 _OFF = (False, None)
 
 RULES: tuple[Rule, ...] = (
-    Rule("enable_hierarchical_cache", _OFF, "host-cached KV pages have no planes yet"),
     Rule("enable_lmcache", _OFF, "KV pages loaded by LMCache have no planes"),
     Rule("enable_flexkv", _OFF, "KV pages loaded by FlexKV have no planes"),
     Rule("enable_hisparse", _OFF, "its host-offloaded KV has no planes"),
@@ -62,14 +61,14 @@ RULES: tuple[Rule, ...] = (
         "KV offloaded to the host has no planes",
     ),
     Rule(
-        "speculative_algorithm",
-        (None,),
-        "rejected draft tokens cannot be taken out of the planes yet",
+        "speculative_eagle_topk",
+        (1, None),
+        "accepted rows of a tree of drafts are moved, and planes do not follow",
     ),
     Rule(
         "decoupled_spec_role",
         ("null", None),
-        "rejected draft tokens cannot be taken out of the planes yet",
+        "draft tokens that come from another server are not tested with planes",
     ),
     Rule("dllm_algorithm", (None,), "diffusion models rewrite KV rows that the planes cover"),
     Rule("dcp_size", (1, None), "decode context parallelism spreads a page over ranks"),
@@ -90,6 +89,28 @@ RULES: tuple[Rule, ...] = (
         "only this radix cache keeps planes and tree in step",
     ),
 )
+
+# With --enable-hierarchical-cache.
+HOST_TIER_RULES: tuple[Rule, ...] = (
+    Rule(
+        "hicache_storage_backend",
+        (None,),
+        "it names KV by tokens alone, so sparse KV would come back as a dense request's",
+    ),
+    Rule("hicache_io_backend", ("kernel", "direct"), "other ways to copy KV are not tested"),
+    Rule(
+        "hicache_mem_layout",
+        ("page_first", "page_first_direct", "layer_first"),
+        "other layouts of KV on the host are not tested",
+    ),
+)
+
+
+def rules_for(flags: Any) -> tuple[Rule, ...]:
+    """The rules that a server with these flags has to keep."""
+    host_tier = getattr(flags, "enable_hierarchical_cache", False)
+    return (*RULES, *HOST_TIER_RULES) if host_tier else RULES
+
 
 _SWITCHES = {
     "SGLANG_USE_HND_KVCACHE": "the planes are defined for the per-layer NHD KV layout",
@@ -121,7 +142,7 @@ def find_unsupported(server_args: Any) -> str | None:
     Returns:
         A line naming flag, value, reason, what is allowed and what to do.
     """
-    for rule in RULES:
+    for rule in rules_for(server_args):
         line = rule.violation(getattr(server_args, rule.field, rule.allowed[0]))
         if line is not None:
             return line

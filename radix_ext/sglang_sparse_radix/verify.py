@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sglang_sparse_kernels.common import take
 from sglang_sparse_radix.planes import Plane
 
 
@@ -47,10 +48,10 @@ def compare_planes(
     written = torch.arange(page_size, device=pages.device) < valid_tokens[:, None]  # [N, P]
     found: list[PlaneMismatch] = []
     for layer, k_rows in enumerate(k_layers):
-        rows = k_rows.view(-1, page_size, *k_rows.shape[1:])[pages]
+        rows = take(k_rows.view(-1, page_size, *k_rows.shape[1:]), pages)
         for plane in planes:
             for name, (values, defined, slack) in plane.expected(rows, written).items():
-                held = plane.by_page(name, stored[name][layer], page_size)[pages]
+                held = plane.of_pages(name, stored[name][layer], pages, page_size)
                 differs = held != values if slack is None else ~((held - values).abs() <= slack)
                 wrong = differs & defined
                 for row in wrong.flatten(1).any(1).nonzero().flatten().tolist():

@@ -12,11 +12,18 @@ if TYPE_CHECKING:
 
 
 def create_backend(runner: Any) -> AttentionBackend:
-    """Factory for SGLang's attention registry; ``runner`` is a ``ModelRunner``."""
+    """Factory for SGLang's attention registry; ``runner`` is a ``ModelRunner``.
+
+    A draft model attends densely: its KV has no planes.
+    """
     if bounded_of(runner.server_args) is not None:
         from sglang_sparse.backend.retained import RetainedAttentionBackend
 
         return RetainedAttentionBackend(runner)
+    if runner.is_draft_worker:
+        from sglang_sparse.backend.inner import dense_backend
+
+        return dense_backend(runner)
     from sglang_sparse.backend.attention import SparseAttentionBackend
 
     return SparseAttentionBackend(runner)

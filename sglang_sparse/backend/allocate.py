@@ -48,7 +48,9 @@ class Heads:
     replicas: bool = False
 
 
-def limits_of(config: SparseConfig, heads: Heads, *, max_context: int, max_rows: int) -> Limits:
+def limits_of(
+    config: SparseConfig, heads: Heads, *, max_context: int, max_rows: int, queries: int = 1
+) -> Limits:
     """Limits of one server.
 
     Args:
@@ -56,6 +58,7 @@ def limits_of(config: SparseConfig, heads: Heads, *, max_context: int, max_rows:
         heads: of this rank.
         max_context: tokens of the longest request.
         max_rows: the most requests that run at once.
+        queries: the most tokens that a step runs for one request.
     """
     units = -(-max_context // config.unit)
     max_units = -(-units // SCORE_ALIGNMENT) * SCORE_ALIGNMENT
@@ -75,6 +78,7 @@ def limits_of(config: SparseConfig, heads: Heads, *, max_context: int, max_rows:
         capacity_units=capacity,
         rows_a_pass=rows if most is None else min(rows, most),
         lists=lists,
+        queries=queries,
     )
 
 
@@ -103,14 +107,24 @@ def allocate(
     *,
     max_context: int,
     impl: Impl,
+    queries: int = 1,
 ) -> Build:
     """The buffers that every layer of this server reads and writes.
+
+    Args:
+        config: the resolved configuration.
+        pool: the KV pool with its planes.
+        heads: of this rank.
+        columns: state of requests.
+        max_context: tokens of the longest request.
+        impl: kernels or their references.
+        queries: the most tokens that a step runs for one request.
 
     Raises:
         ConfigError: lists that outlive their layer would take too much memory.
     """
     slots, layers = columns.request_slots, range(pool.start_layer, pool.end_layer)
-    limits = limits_of(config, heads, max_context=max_context, max_rows=slots)
+    limits = limits_of(config, heads, max_context=max_context, max_rows=slots, queries=queries)
     sets = kept_sets(config, layers)
     kept = kept_bytes(limits, sets=sets, request_slots=slots)
     if kept > MOST_KEPT_BYTES:

@@ -25,10 +25,12 @@ from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.describe import gather_facts
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.backend.inner import InnerBackends
+from sglang_sparse.backend.kv_scales import StoredKV
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.backend.runner import check_runner, heads_of, launch_of_runner
+from sglang_sparse.backend.verify import as_extend, most_queries
 from sglang_sparse.checks import check_keywords
 from sglang_sparse.choices.build import Columns, LayerProgram
 from sglang_sparse.choices.telemetry import LayerCounters
@@ -71,6 +73,8 @@ class SparseAttentionBackend(AttentionBackend):
         )
         self._inner = InnerBackends(runner, config.inner, impl)
         self.token_to_kv_pool = pool = runner.token_to_kv_pool
+        layers = compat.attention_layers(runner.model)
+        self._stored = StoredKV(pool.dtype, self._inner.name, layers)
         self.req_to_token_pool = runner.req_to_token_pool
         self.device = torch.device(runner.device)
         self.max_context_len = runner.model_config.context_len
@@ -83,7 +87,13 @@ class SparseAttentionBackend(AttentionBackend):
         self._heads = heads
         self.requests = RequestTable(config, columns)
         self._build = build = allocate(
-            config, pool, heads, columns, max_context=table.shape[1], impl=impl
+            config,
+            pool,
+            heads,
+            columns,
+            max_context=table.shape[1],
+            impl=impl,
+            queries=most_queries(runner.server_args, heads),
         )
         score, budget = config.score.build(build), config.budget.build(build, config.score)
         self._programs = compile_programs(
@@ -96,7 +106,7 @@ class SparseAttentionBackend(AttentionBackend):
             config, build, budget, self._programs, self.requests, table, self.counters
         )
         prefill = config.prefill.build(build, config.score, self._programs)
-        self.extend = ExtendSteps(build, prefill, self.requests, table)
+        self.extend = ExtendSteps(build, prefill, self.requests, table, runner.dtype)
         self._selected: Variant | None = None
         self._last_layer = pool.end_layer - 1
         logger.info(banner.text(self.facts()))
@@ -129,7 +139,8 @@ class SparseAttentionBackend(AttentionBackend):
 
     def take_batch(self, reqs: Sequence[Any], forward_batch: ForwardBatch) -> None:
         """Note what the requests of the batch that is planned next asked for."""
-        if forward_batch.forward_mode.is_decode_or_idle():
+        mode = forward_batch.forward_mode
+        if mode.is_decode_or_idle() or mode.is_target_verify():
             self.requests.expect(reqs)
         else:
             self.requests.admit(reqs, forward_batch.req_pool_indices)
@@ -140,7 +151,7 @@ class SparseAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Eager entry: plan a decode batch, or note what a prefill batch will write."""
-        if forward_batch.forward_mode.is_decode_or_idle():
+        if _decodes(forward_batch):
             self._inner.variant = self.decode.choose(forward_batch)
             self.decode.plan_batch(forward_batch, graph=False)
         else:
@@ -152,7 +163,7 @@ class SparseAttentionBackend(AttentionBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Graph entry: choose the graph and fill the plan that it reads."""
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        if not _decodes(forward_batch):
             raise RuntimeError("prefill is captured whole; check_resolved should have refused it")
         self._inner.variant = (
             compat.current().variant_being_captured()
@@ -200,10 +211,7 @@ class SparseAttentionBackend(AttentionBackend):
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
-            plan = self.decode.plan
-            self.token_to_kv_pool.update_planes(
-                plan.page_table, plan.update_start, plan.seq_lens, max_new_tokens=1
-            )
+            self.decode.update_planes()
         return out
 
     def forward_extend(
@@ -217,8 +225,12 @@ class SparseAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         check_keywords(layer, kwargs)
+        if forward_batch.forward_mode.is_target_verify():
+            return self._verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sparse = self.extend.batch is not None
         program = self._programs.get(layer.layer_id) if sparse else None
+        if program is not None:
+            self.token_to_kv_pool.loads.wait(layer.layer_id)
         if program is not None and program.attends:
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.extend.run, program, q, layer)
@@ -232,6 +244,34 @@ class SparseAttentionBackend(AttentionBackend):
             self.extend.update_planes()
         return out
 
+    def _verify(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run chains of draft tokens, each behind the last token of its request."""
+        program = self._programs.get(layer.layer_id) if self.variant == "sparse" else None
+        if program is not None and program.attends:
+            self._write(layer, forward_batch, k, v, save_kv_cache)
+            out = self._run(self.decode.run, program, q, layer)
+        else:
+            batch = forward_batch
+            if self._inner.name == "torch_native":
+                batch = as_extend(batch, self.decode.queries)
+            out = self._inner.current.forward_extend(
+                q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+            if program is not None:
+                self._run(self.decode.run, program, q, layer)
+        if layer.layer_id == self._last_layer:
+            self.decode.update_planes()
+        return out
+
     def _write(
         self,
         layer: RadixAttention,
@@ -242,11 +282,15 @@ class SparseAttentionBackend(AttentionBackend):
     ) -> None:
         if save_kv_cache and k is not None:
             self.token_to_kv_pool.set_kv_buffer(
-                layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
+                layer,
+                KVWriteLoc(forward_batch.out_cache_loc, None),
+                k,
+                v,
+                *self._stored.write(layer),
             )
 
-    @staticmethod
     def _run(
+        self,
         run: Callable[..., torch.Tensor],
         program: LayerProgram,
         q: torch.Tensor,
@@ -257,6 +301,7 @@ class SparseAttentionBackend(AttentionBackend):
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,
+            kv_scales=self._stored.read(layer),
         )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
@@ -291,3 +336,9 @@ class SparseAttentionBackend(AttentionBackend):
             "progress": None if reached is None else {str(id): reached[id] for id in reached},
             "fidelity": None if self._probe is None else self._probe.report(),
         }
+
+
+def _decodes(forward_batch: ForwardBatch) -> bool:
+    """Whether a batch decodes, or verifies what was drafted for it."""
+    mode = forward_batch.forward_mode
+    return bool(mode.is_decode_or_idle() or mode.is_target_verify())

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_sparse.backend.counters import DecodeCounters
 from sglang_sparse.backend.requests import RequestTable
+from sglang_sparse.backend.verify import first_lengths, queries_of
 from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import BudgetRun
 from sglang_sparse.config import SparseConfig
@@ -20,8 +22,9 @@ from sglang_sparse_kernels.plan import (
     RequestState,
     TokenTable,
     plan_decode,
+    snapshot_page_table,
 )
-from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.records import KVScales, Softmax
 from sglang_sparse_kernels.step import StepContext, decode_step
 
 if TYPE_CHECKING:
@@ -32,7 +35,9 @@ class DecodeSteps:
     """Plans decode batches and runs the layers' programs.
 
     Attributes:
-        plan: facts of the batch that is being run.
+        plan: facts of the batch that is being run; of a verification, those of its first queries.
+        queries: tokens that it runs for each request: 1, or the drafts of a verification and the
+            token before them.
         planned: batches so far, by variant.
     """
 
@@ -56,13 +61,15 @@ class DecodeSteps:
             unit=config.unit,
             capacity_units=build.limits.capacity_units,
             min_sparse_tokens=config.min_sparse_tokens,
-            reselect_every=config.cadence.every,
-            refresh_every=config.score.refresh_steps,
+            # A verification goes on by as many tokens as are accepted: no step is the C-th one.
+            reselect_every=config.cadence.every if build.limits.queries == 1 else 1,
+            refresh_every=config.score.refresh_steps if build.limits.queries == 1 else 1,
         )
         self._max_pages = -(-req_to_token.shape[1] // build.pool.page_size)
         self._eager = self._allocate(1)
         self._captured: DecodePlan | None = None
         self.plan = self._eager
+        self.queries = 1
         self.planned: dict[Variant, int] = {"dense": 0, "sparse": 0}
 
     def _allocate(self, rows: int) -> DecodePlan:
@@ -75,6 +82,8 @@ class DecodeSteps:
     def choose(self, forward_batch: ForwardBatch) -> Variant:
         """Whether any row of the batch is long enough to select."""
         lens = forward_batch.seq_lens_cpu
+        if lens is not None and forward_batch.forward_mode.is_target_verify():
+            lens = lens + 1
         # Without a host copy the sparse variant is right for any length, and never syncs.
         min_tokens = self._config.min_sparse_tokens
         short = lens is not None and self._requests.longest_sparse(lens) < min_tokens
@@ -90,38 +99,64 @@ class DecodeSteps:
         buffers = self._captured if graph else self._eager
         assert buffers is not None
         self.plan = buffers.rows(rows)
-        tokens = TokenTable(self._req_to_token, slots, forward_batch.seq_lens)
+        tokens = TokenTable(self._req_to_token, slots, first_lengths(forward_batch))
         plan_decode(tokens, self._state, self._rules, plan=self.plan, impl=self._build.impl)
+        self.queries = queries_of(forward_batch)
+        if self.queries > 1:
+            # The plan is the first query's; the drafts behind it may lie in further pages.
+            snapshot_page_table(
+                replace(tokens, seq_lens=tokens.seq_lens + (self.queries - 1)),
+                page_size=self._rules.page_size,
+                out=self.plan.page_table,
+                impl=self._build.impl,
+            )
         self._budget.plan(slots)
         if self._counters is not None:
             self._counters.count(self.plan, self._requests.budgets)
 
+    def update_planes(self) -> None:
+        """Bring the planes of all layers up to date with what the batch wrote."""
+        plan, more = self.plan, self.queries - 1
+        end = plan.seq_lens + more if more else plan.seq_lens
+        self._build.pool.update_planes(
+            plan.page_table, plan.update_start, end, max_new_tokens=self.queries
+        )
+
     def run(
-        self, program: LayerProgram, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        program: LayerProgram,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Run one layer's stages for the batch that was planned last.
 
         Args:
             program: the layer's.
-            q: [rows, q_heads, head_dim], after RoPE.
+            q: [rows * queries, q_heads, head_dim], after RoPE.
             scaling: factor on q.k.
             logit_cap: soft cap on logits, 0 for none.
+            kv_scales: of the layer's rows.
 
         Returns:
-            [rows, q_heads, head_dim], dtype of ``q``; empty if the layer attends to everything.
+            As ``q``; empty if the layer attends to everything.
         """
         build = self._build
         out = torch.empty_like(q) if program.attends else q[:0]
         softmax = Softmax(scaling, logit_cap)
         for rows, plan in passes(self.plan, build.limits.rows_a_pass):
+            tokens = slice(rows.start * self.queries, rows.stop * self.queries)
             step = StepContext(
-                q=q[rows],
-                kv=program.kv(plan.page_table, build.pool.page_size),
+                q=q[tokens],
+                kv=program.kv(plan.page_table, build.pool.page_size, kv_scales),
                 plan=plan,
                 lists=program.read(build.lists.rows_of(plan), build.unit),
                 softmax=softmax,
-                out=out[rows],
+                out=out[tokens],
                 impl=build.impl,
+                queries=self.queries,
                 rows=rows,
             )
             decode_step(program.stages, step)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from sglang_sparse import __version__, compat
 from sglang_sparse.backend.allocate import Heads
 from sglang_sparse.backend.decode import DecodeSteps
@@ -12,6 +14,7 @@ from sglang_sparse.config.axes import AXES
 from sglang_sparse.facts import Facts
 from sglang_sparse.graph_variants import VARIANTS
 from sglang_sparse.launch import SparseLaunch
+from sglang_sparse_kernels.common import FP8
 
 
 def gather_facts(
@@ -65,10 +68,17 @@ def gather_facts(
             "variants": list(VARIANTS) if captures_graphs else [],
         },
         plane_bytes={name: plane.nbytes for name, plane in pool.planes.tensors().items()},
+        kv_cache_dtype=_name(pool.dtype),
         kv_bytes=sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         state_bytes=build.nbytes() + decode.nbytes(),
+        step_tokens=build.limits.queries,
         decode_steps={**decode.planned},
         prefill_batches={**extend.planned},
         sglang=compat.sglang_version(),
         sglang_tested=list(compat.TESTED_SGLANG),
     )
+
+
+def _name(kv_dtype: torch.dtype) -> str:
+    """The value of ``--kv-cache-dtype`` that asks for rows of this dtype."""
+    return "fp8_e4m3" if kv_dtype == FP8 else str(kv_dtype).removeprefix("torch.")

@@ -12,6 +12,7 @@ from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import PrefillRun
 from sglang_sparse.graph_variants import Variant
 from sglang_sparse_kernels.plan import TokenTable, snapshot_page_table
+from sglang_sparse_kernels.records import KVScales
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -31,8 +32,12 @@ class ExtendSteps:
         prefill: PrefillRun | None,
         requests: RequestTable,
         req_to_token: torch.Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        """``req_to_token`` is SGLang's table, int32 [request slots, max context]."""
+        """``req_to_token`` is SGLang's table, int32 [request slots, max context].
+
+        ``dtype`` is that of queries.
+        """
         self._build, self._prefill, self._requests = build, prefill, requests
         self._req_to_token = req_to_token
         self._max_pages = -(-req_to_token.shape[1] // build.pool.page_size)
@@ -40,7 +45,7 @@ class ExtendSteps:
         self.batch: Any = None
         self.planned: dict[Variant, int] = {"dense": 0, "sparse": 0}
         if prefill is not None:
-            prefill.warm_up(self._max_pages)
+            prefill.warm_up(self._max_pages, dtype)
 
     def plan_batch(self, forward_batch: ForwardBatch) -> None:
         """Note which positions the batch writes, start the decode clocks, and plan tiles."""
@@ -71,15 +76,29 @@ class ExtendSteps:
         self.planned["dense" if self.batch is None else "sparse"] += 1
 
     def run(
-        self, program: LayerProgram, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        program: LayerProgram,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Run one layer of a sparse batch: ``q`` and the result are [tokens, q_heads, head_dim]."""
         assert self._prefill is not None
-        batch, layer = self.batch, program.layer
-        return self._prefill.run(batch, layer, q, scaling=scaling, logit_cap=logit_cap)
+        return self._prefill.run(
+            self.batch,
+            program.layer,
+            q,
+            scaling=scaling,
+            logit_cap=logit_cap,
+            kv_scales=kv_scales,
+        )
 
     def update_planes(self) -> None:
         """Bring the planes of all layers up to date, after the last one wrote its keys."""
         assert self._written is not None
         page_table, start, end, longest = self._written
-        self._build.pool.update_planes(page_table, start, end, max_new_tokens=longest)
+        pool = self._build.pool
+        pool.update_planes(page_table, start, end, max_new_tokens=longest)
+        pool.loads.update_planes()

@@ -9,13 +9,30 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_sparse import compat
+from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.graph_variants import Variant
+from sglang_sparse.pools import implementation
 from sglang_sparse_kernels.common import Impl
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _ON = {"triton": "flashinfer", "cpu": "torch_native", "torch": "torch_native"}
+
+
+def dense_backend(runner: ModelRunner) -> AttentionBackend:
+    """The dense backend of a sparse server, for a runner that has no planes."""
+    launch = launch_of_runner(runner)
+    device = compat.resolved(runner.server_args).device
+    name = backend_name(launch.config.inner, implementation(device))
+    backend: AttentionBackend = ATTENTION_BACKENDS[name](runner)
+    return backend
+
+
+def backend_name(name: str, impl: Impl) -> str:
+    """SGLang's name of a dense backend; ``name`` may be ``auto``."""
+    return _ON[impl] if name == "auto" else name
 
 
 class InnerBackends:
@@ -28,7 +45,7 @@ class InnerBackends:
 
     def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
         """``name`` is a backend of SGLang, or ``auto``."""
-        self.name = _ON[impl] if name == "auto" else name
+        self.name = backend_name(name, impl)
         self.variant: Variant = "dense"
         self._build = partial(ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()

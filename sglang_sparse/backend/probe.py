@@ -62,7 +62,10 @@ class FidelityProbe:
         return cls()
 
     def observe(self, layer: int, step: StepContext) -> None:
-        """Compare one step of one layer, whose stages have run, with dense attention."""
+        """Compare one step of one layer, whose stages have run, with dense attention.
+
+        Of the queries of a verification, the first one's.
+        """
         plan, kv, lists = step.plan, step.kv, step.lists
         rows = (plan.k_units > 0).nonzero().flatten().tolist()
         if not rows:
@@ -72,7 +75,7 @@ class FidelityProbe:
             indices, counts = lists.indices[:, heads], lists.counts[:, heads]
             lists = replace(lists, indices=indices, counts=counts, head_map=None)
         sums = self._layers.setdefault(layer, _Sums())
-        q, out = step.q.float(), step.out
+        q, out = step.first_q.float(), step.out[:: step.queries]
         kv = replace(kv, k=kv.k.float(), v=kv.v.float())
         exact, over_list = (
             torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab"
@@ -85,7 +88,7 @@ class FidelityProbe:
         attend(plan=plan, out=over_list)
         for row in rows:
             length, tail = int(plan.seq_lens[row]), int(plan.tail_start[row])
-            keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))]
+            keys = kv.keys(kv.slots(row, torch.arange(length, device=q.device)), torch.float32)
             products = torch.einsum("hgd,nhd->hgn", q[row].unflatten(0, (kv.num_heads, -1)), keys)
             pooled = step.softmax.logits(products).softmax(-1).mean(1)  # [heads, length]
             list_row = int(lists.rows[row])

@@ -55,7 +55,6 @@ def compile_programs(
         if attends and probe is not None:
             stages.append(Observe(probe, layer))
         indices, counts = build.lists.set_of(build.layers.index(writer))
-        local = layer - pool.start_layer
         programs[layer] = LayerProgram(
             layer=layer,
             role=role,
@@ -63,8 +62,8 @@ def compile_programs(
             indices=indices,
             counts=counts,
             head_map=_head_map(role, build, first_head),
-            k=pool.k_buffer[local],
-            v=pool.v_buffer[local],
+            k=pool.get_key_buffer(layer),
+            v=pool.get_value_buffer(layer),
         )
     return programs
 

@@ -104,6 +104,7 @@ class RequestTable:
 
 def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs: Any) -> Any:
     """AFTER hook on ``ForwardBatch.init_new``: the last place that sees the batch's requests."""
-    if launch_of(model_runner.server_args) is not None and batch.reqs:
+    sparse = launch_of(model_runner.server_args) is not None and not model_runner.is_draft_worker
+    if sparse and batch.reqs:
         model_runner.attn_backend.take_batch(batch.reqs, result)
     return result

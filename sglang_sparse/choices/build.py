@@ -14,7 +14,7 @@ from sglang_sparse_kernels.attend import make_workspace
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.planes import PageCuboids
-from sglang_sparse_kernels.records import Always, KVView, Lists, Scores, make_scores
+from sglang_sparse_kernels.records import Always, KVScales, KVView, Lists, Scores, make_scores
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace
 from sglang_sparse_kernels.step import Stage
 from sglang_sparse_radix.planes import CuboidPlane
@@ -32,12 +32,14 @@ class Limits:
         capacity_units: units that a list holds.
         rows_a_pass: rows scored and attended together.
         lists: lists a layer: KV heads, or 1 if they share one.
+        queries: most tokens that a step runs for one request: 1, or a verification's.
     """
 
     max_units: int
     capacity_units: int
     rows_a_pass: int
     lists: int
+    queries: int = 1
 
 
 class Columns:
@@ -154,7 +156,9 @@ class Build:
             topk=make_topk_workspace(
                 rows, limits.lists, limits.max_units, limits.capacity_units, device
             ),
-            attention=make_workspace(rows, query_heads, pool.head_num, pool.head_dim, device),
+            attention=make_workspace(
+                rows, query_heads, pool.head_num, pool.head_dim, device, queries=limits.queries
+            ),
         )  # fmt: skip
 
     @property
@@ -195,7 +199,7 @@ class LayerProgram:
         stages: its part of a decode step.
         indices, counts: the lists that it writes, if it selects, and reads.
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
-        k, v: [slots, kv_heads, head_dim].
+        k, v: [slots, kv_heads, head_dim], as they are stored.
     """
 
     layer: int
@@ -212,9 +216,9 @@ class LayerProgram:
         """It attends to a selection; otherwise the inner backend attends to everything."""
         return self.role.source is not None
 
-    def kv(self, page_table: torch.Tensor, page_size: int) -> KVView:
+    def kv(self, page_table: torch.Tensor, page_size: int, scales: KVScales) -> KVView:
         """The layer's KV rows as the rows of a batch see them."""
-        return KVView(self.k, self.v, page_table, page_size)
+        return KVView(self.k, self.v, page_table, page_size, scales)
 
     def read(self, rows: torch.Tensor, unit: int) -> Lists:
         """The layer's lists, as rows of a batch write and read them."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.telemetry import LayerCounters
     from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
+    from sglang_sparse_kernels.records import KVScales
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import CuboidPlane, Plane
 
@@ -161,10 +162,12 @@ class BudgetChoice(Choice, ABC):
         selects: it is for layers that select.
         key: the key that a request's budget replaces.
         list_key: the key that says how many tokens a list holds at least.
+        verifies: draft tokens may share a list that it fills.
     """
 
     kind: str
     selects: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
 
@@ -321,10 +324,20 @@ class PrefillRun(Protocol):
     ) -> Any:
         """The plan of a batch, or None if it runs densely; see the choice's own file."""
 
-    def warm_up(self, max_pages: int) -> None:
-        """Compile every kernel that a prompt may meet; page tables have `max_pages` columns."""
+    def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
+        """Compile every kernel that a prompt may meet.
+
+        Page tables have `max_pages` columns, queries are in `dtype`.
+        """
 
     def run(
-        self, batch: Any, layer: int, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        batch: Any,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Run `layer` over `q` [tokens, q_heads, head_dim]; `batch` is from :meth:`plan`."""

@@ -22,6 +22,17 @@ Seams that every version shares (paths under ``sglang/srt``):
     of SGLang's tree is listed in ``sglang_sparse_radix/radix_cache.py``.
 ``mem_cache/memory_pool.py: MHATokenToKVPool``
     The KV pool that planes lie beside; ``_create_buffers`` allocates them.
+``mem_cache/memory_pool.py: MHATokenToKVPool.set_kv_buffer``
+    With ``--kv-cache-dtype fp8_e4m3`` it divides K and V, in place, by the scales that it is given,
+    and casts: what is above 448 then becomes NaN. Rows are stored as bytes; ``get_key_buffer`` and
+    ``get_value_buffer`` view them as fp8. Rows of other dtypes are never divided.
+``layers/radix_attention.py: RadixAttention.k_scale``, ``k_scale_float``, and the same of V
+    The scales of a layer: tensors to write by, numbers to read by, None without a quantized
+    checkpoint. ``layers/quantization/kv_cache.py: BaseKVCacheMethod`` loads both; a file of
+    ``--quantization-param-path`` sets the tensors alone, so that what is divided is never
+    multiplied: refused. ``torch_native`` writes and reads without them.
+``mem_cache/kv_cache_dtype.py: configure_kv_cache_dtype``
+    ``auto`` becomes fp8 e4m3 where a ModelOpt checkpoint says so.
 ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_mha_kv_pool``
     The pool class.
 ``model_executor/pool_configurator.py: DefaultPoolConfigurator._compute_cell_size``
@@ -73,6 +84,7 @@ from sglang_sparse.compat.models import (
     current_server_args,
     has_recurrent_layers,
     is_mla,
+    kv_scales,
     longest_row,
     read_model_config,
     rotary_embeddings,
@@ -99,6 +111,7 @@ __all__ = [
     "is_mla",
     "is_supported",
     "is_tested",
+    "kv_scales",
     "longest_row",
     "read_model_config",
     "resolved",

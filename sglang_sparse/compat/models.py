@@ -122,6 +122,16 @@ def writes_kv_in_rope(model: Any) -> bool:
     return hasattr(sys.modules[type(model).__module__], "enable_fused_set_kv_buffer")
 
 
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """What a layer's stored keys and values are multiplied by; 1 where the checkpoint says nothing.
+
+    Seams: ``layers/radix_attention.py: RadixAttention.k_scale_float``, ``v_scale_float``, set by
+    ``layers/quantization/kv_cache.py: BaseKVCacheMethod.process_weights_after_loading``.
+    """
+    k, v = layer.k_scale_float, layer.v_scale_float
+    return 1.0 if k is None else float(k), 1.0 if v is None else float(v)
+
+
 @cache
 def serves_responses() -> bool:
     """True if the handlers of ``/v1/responses`` can be imported.

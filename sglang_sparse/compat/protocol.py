@@ -55,6 +55,14 @@ class SGLangVersion(Protocol):
         """A file of SGLang's package that came with what the version does differently."""
 
     @property
+    def SPECULATIVE(self) -> tuple[str, ...]:
+        """Names of the speculative algorithms that are supported."""
+
+    @property
+    def READS_KV_SCALES(self) -> frozenset[str]:
+        """Dense backends whose passes all read fp8 rows by their layer's scales."""
+
+    @property
     def CPU_PLATFORM(self) -> str:
         """Dotted name of the platform class that serves where no accelerator is."""
 
@@ -70,5 +78,11 @@ class SGLangVersion(Protocol):
     def tree_class(self) -> type[SparseRadixCache]:
         """SGLang's radix cache with branches and counts of reused planes."""
 
+    def hierarchical_tree_class(self) -> type[SparseRadixCache] | None:
+        """The same over SGLang's hierarchical cache; None where that is not tested."""
+
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
+
+    def prepare_ngram_worker(self) -> None:
+        """Make SGLang's n-gram worker importable; only where NGRAM is supported."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,9 +34,12 @@ class Decoder:
             reply: mean over KV heads and steps.
         shares: A list to fill with the true share of the attention that each sparse step of a
             layer reached, ``[rows, kv_heads, group]``; None for not at all.
+        masks: What each sparse layer attended to in the last step, bool ``[rows, kv_heads,
+            tokens]``; None for not kept.
     """
 
     shares: list[Tensor] | None = None
+    masks: dict[int, Tensor] | None = None
 
     def __init__(
         self,
@@ -120,6 +123,23 @@ class Decoder:
             replies.append(row[: row.index(end)] if end in row else row)
         return replies
 
+    @torch.no_grad()
+    def replay(self, policy: Policy, given: Tensor) -> Iterator[dict[int, Tensor]]:
+        """Decode ``given`` tokens, ``[rows, steps]``; yields the masks of each step, by layer.
+
+        A layer that attends to everything and selects for others alone is left out.
+        """
+        lengths = self.prompt_lengths.clone()
+        self.planes = [(low.clone(), high.clone()) for low, high in self._planes_of(policy)]
+        for tokens in given.to(self.device).T:
+            self.masks = {}
+            self._step(tokens, lengths, policy, None, [])
+            if policy.anchors:
+                self.masks.pop(0)
+            yield self.masks
+            lengths = lengths + 1
+        self.masks = None
+
     def _planes_of(self, policy: Policy) -> list[Planes]:
         """Planes of the prompts that ``policy`` scores with, one pair a layer; made once."""
         if policy.kind not in PLANES:
@@ -161,6 +181,8 @@ class Decoder:
             sparse = policy.kind != "dense" and index >= policy.dense_layers
             if self.shares is not None and sparse:
                 self.shares.append(kept_share(q, cache.k, now, mask))
+            if self.masks is not None and sparse:
+                self.masks[index] = mask
             x = layer.finish(x, attend(q, cache, mask))
         return model.logits(x).argmax(-1)
 

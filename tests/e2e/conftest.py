@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 
 import pytest
 from documents import cut_documents
+from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from server_host import Host
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
+# Elsewhere the hierarchical cache is refused.
+collect_ignore = [] if version("sglang") == "0.5.17" else ["test_host_tier.py"]
 # What anchors reach, and so what the layers between them attend to, is the whole context.
 EVERYTHING = {
     "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
@@ -45,6 +49,12 @@ WHOLE_MASS = {
 }
 BOUNDED = ["--disable-radix-cache"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
+CHAINS = [
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+]
+# SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
+COMPILER = {"CXX": "c++ -include cstddef"}
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
@@ -99,6 +109,28 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--disable-cuda-graph",
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # Chains of draft tokens; a cadence and a refresh that verification does not wait for.
+    "page_minmax-chains": (
+        [
+            *SPARSE,
+            "page_minmax",
+            *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
+            *CHAINS,
+            *("--enable-metrics", "--disable-cuda-graph"),
+        ],
+        COMPILER | {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    "sparcas-chains": (
+        [
+            *SPARSE,
+            "sparcas",
+            *("--sparse-config", json.dumps(CHOOSY | KEPT)),
+            *CHAINS,
+            *("--chunked-prefill-size", "1024"),
+            *("--max-total-tokens", "8192"),
+        ],
+        COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
     ),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
@@ -173,8 +205,27 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    **HOST_TIER_SERVERS,
 }
 
+# Every preset beside fp8 KV, with lists that hold the whole context.
+FP8_KV = ("--kv-cache-dtype", "fp8_e4m3")
+WHOLE_CONTEXT: dict[str, dict[str, object]] = {
+    "sparcas": {"budget": {"tokens": 32768}},
+    "page_minmax": {"budget": {"tokens": 32768}},
+    "psa": {"budget": {"epsilon": 1.0, "cap": 32768}},
+    "psa_sketch": {"budget": {"epsilon": 1.0, "cap": 4096}},
+    "kascade": {"budget": {"fraction": 1.0}, "prefill": ALL_TILES},
+    "kascade_sketch": {"budget": {"fraction": 1.0}, "prefill": ALL_TILES},
+}
+CONFIGURATIONS["dense-fp8"] = (["--page-size", "64", *FP8_KV], {})
+CONFIGURATIONS |= {
+    f"{method}-fp8": (
+        [*SPARSE, method, "--sparse-config", json.dumps(c | {"min_sparse_tokens": 64}), *FP8_KV],
+        {"SGLANG_SPARSE_VERIFY": "1"},
+    )
+    for method, c in WHOLE_CONTEXT.items()
+}
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 5  # servers at once; each takes most of a GiB
@@ -183,7 +234,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "cascade"),
+    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "cascade"),
 )
 
 

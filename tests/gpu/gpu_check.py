@@ -93,9 +93,21 @@ def counted(root: ElementTree.Element) -> Part:
 
 def serve(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """Start dense and every method, and compare what they answer."""
+    return compared(served_checks.configurations(), args, environment)
+
+
+def draft(args: argparse.Namespace, environment: dict[str, str]) -> Part:
+    """The same of servers that draft tokens."""
+    return compared(served_checks.drafting_configurations(), args, environment)
+
+
+def compared(
+    flags_of: dict[str, list[str]], args: argparse.Namespace, environment: dict[str, str]
+) -> Part:
+    """Start dense and the servers of the methods asked for, and compare what they answer."""
     configurations = {
         name: [*flags, *args.server_flags.split()]
-        for name, flags in served_checks.configurations().items()
+        for name, flags in flags_of.items()
         if name == "dense" or name.split()[0] in args.methods
     }
     suite = TaskSuite(FileEncoder(MODEL), split="heldout")
@@ -136,6 +148,7 @@ def soaked(args: argparse.Namespace, environment: dict[str, str]) -> Part:
 PARTS: dict[str, Callable[[argparse.Namespace, dict[str, str]], Part]] = {
     "kernels": kernels,
     "served": serve,
+    "drafts": draft,
     "soak": soaked,
 }
 
@@ -248,7 +261,12 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     add = parser.add_argument
-    add("--parts", type=names_of(tuple(PARTS)), default=list(PARTS), help="kernels,served,soak")
+    add(
+        "--parts",
+        type=names_of(tuple(PARTS)),
+        default=list(PARTS),
+        help="kernels,served,drafts,soak",
+    )
     add("--out", type=Path, default=ROOT / "build" / "gpu-check.json")
     add("--logs", type=Path, help="folder of logs; that of --out by default")
     add("--devices", type=lambda text: text.split(","),

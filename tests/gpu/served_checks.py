@@ -43,6 +43,12 @@ WHOLE: dict[str, tuple[dict[str, Any], float]] = {
     "psa_sketch": ({"max_epsilon": 1.0, "cap": 4096}, 1.0),  # the most that it can rank
 }
 TILES = {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256}
+DRAFTS = 4
+WITH_DRAFTS = " with drafts"
+CHAINS = [
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-num-draft-tokens", str(DRAFTS)),
+]
 SPARSE_PROMPTS = "kascade_sketch with sparse prompts"
 
 
@@ -60,6 +66,13 @@ def configurations() -> dict[str, list[str]]:
             flags = [*found[method][:-1], json.dumps(config), "--chunked-prefill-size", "2048"]
             found[SPARSE_PROMPTS] = flags
     return found
+
+
+def drafting_configurations() -> dict[str, list[str]]:
+    """Servers that draft chains of n-grams, beside dense without speculation."""
+    found = configurations()
+    drafting = {name + WITH_DRAFTS: [*found[name], *CHAINS] for name in ("page_minmax", "kascade")}
+    return {"dense": found["dense"], **drafting}
 
 
 @dataclass(frozen=True)
@@ -246,17 +259,20 @@ def check_method(
     before = sparse_state(url)["decode_steps"]["sparse"]
     compare(outcome, f"{name}, full budget", want, alone(url, prompts, budget), noise)
     # The equality means nothing unless these steps went through selection.
-    state = sparse_state(url)
+    state, drafted = sparse_state(url), name.endswith(WITH_DRAFTS)
     steps, least = state["decode_steps"]["sparse"] - before, len(prompts) * (TOKENS - 1)
+    least = -(-least // DRAFTS) if drafted else least
     outcome.check(steps >= least, f"{name}: {steps} sparse decode steps, expected {least}")
     compare(outcome, f"{name}, full budget in batches", want, arriving(url, prompts, budget), noise)
-    # Every third prompt, and one that is short enough to run dense in the same batch.
+    # Every third prompt, and one that is short enough to run dense in the same batch. What drafts
+    # attend to follows from the token that they are behind, so from what was drafted before.
     some = [*prompts[::3], prompts[0][:SHORT]]
-    singly = alone(url, some)
-    flush(url)
-    together = {"one batch": answers(url, some), "arriving": arriving(url, some)}
-    for how, got in together.items():
-        compare(outcome, f"{name}, {how} against alone", singly, got, noise, SELECTED)
+    if not drafted:
+        singly = alone(url, some)
+        flush(url)
+        together = {"one batch": answers(url, some), "arriving": arriving(url, some)}
+        for how, got in together.items():
+            compare(outcome, f"{name}, {how} against alone", singly, got, noise, SELECTED)
     info = call(url, "/server_info")
     captured, overlap = state["graphs"]["decode"], not info.get("disable_overlap_schedule")
     outcome.facts[name] = {"decode_graphs": captured, "overlap": overlap}

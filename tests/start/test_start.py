@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from start_driver import outcomes_of
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
+HOST_TIER = [*SPARSE, "--enable-hierarchical-cache"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
 CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
+CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 LLAMA: dict[str, Any] = json.loads((MODEL / "config.json").read_text())
@@ -51,6 +54,26 @@ GEOMETRY = {
     "num_key_value_heads": 8,
     "head_dim": 64,
 }
+
+
+HOST_TIER_CASES: dict[str, tuple[list[str], list[str]]] = (
+    {
+        "a storage backend behind the host's memory": (
+            [*HOST_TIER, "--hicache-storage-backend", "file"],
+            ["--hicache-storage-backend file", "unset"],
+        ),
+        "another way to copy KV to the host": (
+            [*HOST_TIER, "--hicache-io-backend", "kernel_ascend"],
+            ["--hicache-io-backend kernel_ascend", "kernel or direct"],
+        ),
+        "another layout of KV on the host": (
+            [*HOST_TIER, "--hicache-mem-layout", "page_head"],
+            ["--hicache-mem-layout page_head", "page_first"],
+        ),
+    }
+    if version("sglang") == "0.5.17"
+    else {"KV in host memory": (HOST_TIER, ["--enable-hierarchical-cache True", "sglang 0.5.17"])}
+)
 
 
 def preferring(params: Any) -> list[str]:
@@ -137,18 +160,27 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--page-size", "128"],
         ["--page-size", "128", "64"],
     ),
-    "speculative decoding": (
+    "draft tokens from a tree of n-grams": (
         [*SPARSE, "--speculative-algorithm", "NGRAM"],
-        ["--speculative-algorithm", "NGRAM", "unset"],
+        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
+    ),
+    "draft tokens from a tree of a draft model": (
+        [*SPARSE, *CHAINS, "--speculative-eagle-topk", "4"],
+        ["--speculative-eagle-topk", "4", "planes do not follow"],
+    ),
+    "another kind of speculation": (
+        [*SPARSE, "--speculative-algorithm", "DFLASH"],
+        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
+    ),
+    "draft tokens under a budget that ends by one query": (
+        [*PSA, *CHAINS],
+        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
     ),
     "disaggregation": (
         [*SPARSE, "--disaggregation-mode", "prefill"],
         ["--disaggregation-mode", "prefill", "null"],
     ),
-    "hierarchical cache": (
-        [*SPARSE, "--enable-hierarchical-cache"],
-        ["--enable-hierarchical-cache", "unset"],
-    ),
+    **HOST_TIER_CASES,
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
@@ -251,7 +283,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--prefill-attention-backend", "torch_native"],
         ["--prefill-attention-backend", "torch_native"],
     ),
-    "quantized KV": ([*SPARSE, "--kv-cache-dtype", "fp8_e4m3"], ["--kv-cache-dtype", "fp8_e4m3"]),
+    "quantized KV": (
+        [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
+        ["--kv-cache-dtype", "fp8_e5m2", "fp8_e4m3"],
+    ),
     "MLA model": (["--model-path", "{TMP}/mla", *SPARSE], ["--model-path", "mla", "MLA"]),
     "sliding-window model": (
         ["--model-path", "{TMP}/mistral", *SPARSE],

@@ -10,7 +10,7 @@ from sglang_sparse.config import load_preset
 from sglang_sparse.facts import Facts
 
 
-def facts(model: str, preset: str) -> Facts:
+def facts(model: str, preset: str, step_tokens: int = 1) -> Facts:
     """A server with one of the shipped presets, of numbers that are easy to find again."""
     config = load_preset(model, preset)
     return Facts(
@@ -33,8 +33,10 @@ def facts(model: str, preset: str) -> Facts:
         request_budget={},
         graphs={},
         plane_bytes={"page_min": 3 << 20, "page_max": 3 << 20},
+        kv_cache_dtype="fp8_e4m3",
         kv_bytes=48 << 20,
         state_bytes=5 << 19,
+        step_tokens=step_tokens,
         decode_steps={},
         prefill_batches={},
         sglang="0.0.1",
@@ -55,7 +57,7 @@ def test_the_banner_says_whether_anchors_are_calibrated(model: str, said: str, p
 
 def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
     line = banner.text(facts("reference", "kascade"))
-    assert "planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
+    assert "KV in fp8_e4m3, planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
     assert "3 layers select, 1 layers reuse, 2 dense; rows of 777 to 8888 tokens sparse" in line
     assert "sparse, shorter ones dense" in line
 
@@ -63,3 +65,9 @@ def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
 def test_the_banner_warns_of_a_version_that_was_not_tested() -> None:
     line = banner.text(facts("reference", "kascade"))
     assert "sglang 0.0.1 (NOT TESTED, tested: 0.5.17 and 0.5.23)" in line
+
+
+def test_the_banner_says_what_verified_drafts_attend_to() -> None:
+    assert "verified" not in banner.text(facts("reference", "kascade"))
+    line = banner.text(facts("reference", "kascade", step_tokens=4))
+    assert "; 4 tokens verified a step on the lists of the first, selected anew each step; " in line

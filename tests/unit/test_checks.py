@@ -48,7 +48,11 @@ class Rewritten:
         ("attention_backend", "triton", ["--model-path", "triton"]),
         ("page_size", 128, ["--model-path", "128"]),
         ("enable_dp_attention", True, ["--enable-dp-attention"]),
-        ("kv_cache_dtype", "fp8_e4m3", ["--kv-cache-dtype", "fp8_e4m3"]),
+        ("kv_cache_dtype", "fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2"]),
+        ("kv_cache_dtype", "nvfp4", ["--kv-cache-dtype", "nvfp4", "fp8_e4m3"]),
+        ("kv_cache_dtype", "fp4_mx_block16", ["--kv-cache-dtype", "fp4_mx_block16"]),
+        ("kv_cache_dtype", "mxfp8", ["--kv-cache-dtype", "mxfp8"]),
+        ("quantization_param_path", "scales.json", ["--quantization-param-path", "scales.json"]),
     ],
 )
 def test_a_setting_that_sglang_rewrote_is_refused(

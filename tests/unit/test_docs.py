@@ -17,7 +17,7 @@ from sglang_sparse.checks import ATTENTION_RULES, check_flags
 from sglang_sparse.config import ConfigError, Geometry, configs_dir, load_preset, resolve
 from sglang_sparse.metrics import COUNTERS
 from sglang_sparse.request_options import parse
-from sglang_sparse_radix.refusals import RULES
+from sglang_sparse_radix.refusals import HOST_TIER_RULES, RULES, Rule
 
 import refusals  # isort: skip
 from site_files import PAGES  # isort: skip
@@ -154,9 +154,12 @@ def test_a_refused_request_is_one_of_the_listed_refusals(asked: object) -> None:
     assert any(one.matches(str(caught.value)) for one in refusals.all_refusals()), caught.value
 
 
-@pytest.mark.parametrize("rule", [*RULES, *ATTENTION_RULES], ids=lambda rule: rule.field)
-def test_a_refused_flag_is_one_of_the_listed_refusals(rule: object) -> None:
-    args = SimpleNamespace(**{rule.field: "refused"})  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    "rule", [*RULES, *HOST_TIER_RULES, *ATTENTION_RULES], ids=lambda rule: rule.field
+)
+def test_a_refused_flag_is_one_of_the_listed_refusals(rule: Rule) -> None:
+    host_tier = rule in HOST_TIER_RULES
+    args = SimpleNamespace(**{rule.field: "refused"}, enable_hierarchical_cache=host_tier)
     with pytest.raises(ConfigError) as caught:
         check_flags(args, load_preset("generic", "sparcas"))  # type: ignore[arg-type]
     assert any(one.matches(str(caught.value)) for one in refusals.all_refusals()), caught.value

@@ -186,7 +186,10 @@ def test_reports_of_single_parts_become_one(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--parts kernels,nothing", "'kernels,nothing' is not some of kernels, served, soak"),
+        (
+            "--parts kernels,nothing",
+            "'kernels,nothing' is not some of kernels, served, drafts, soak",
+        ),
         ("--methods quest", "'quest' is not some of sparcas"),
         ("--parts kernels,soak --devices 0", "--devices: 2 parts need as many devices"),
     ],

@@ -17,7 +17,7 @@ from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.progressive.reference import BOUND_MARGIN
-from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.records import KVScales, Softmax
 from sglang_sparse_kernels.step import Rank, StepContext, decode_step
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
@@ -80,7 +80,7 @@ class Layers:
         program, q = self.programs[layer], self.q[layer]
         out = torch.full_like(q, torch.nan)
         step = StepContext(
-            q=q, kv=program.kv(self.plan.page_table, PAGE), plan=self.plan,
+            q=q, kv=program.kv(self.plan.page_table, PAGE, KVScales()), plan=self.plan,
             lists=program.read(self.build.lists.rows_of(self.plan), self.config.unit),
             softmax=Softmax(DIM**-0.5), out=out, impl="torch",
         )  # fmt: skip

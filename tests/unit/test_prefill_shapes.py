@@ -54,13 +54,14 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
 ) -> None:
     prefill, compiled = prefill_of(fraction), set()
 
-    def run(batch: TileBatch, layer: int, q: torch.Tensor, **_: float) -> torch.Tensor:
+    def run(batch: TileBatch, layer: int, q: torch.Tensor, **_: object) -> torch.Tensor:
+        assert q.dtype == torch.float16
         assert q.shape == (len(batch.counts) * prefill.tile_tokens, HEADS * GROUP, DIM)
         compiled.add((layer, shape_of(batch)))
         return q
 
     monkeypatch.setattr(prefill, "run", run)
-    prefill.warm_up(max_pages)
+    prefill.warm_up(max_pages, torch.float16)
     table = torch.zeros((1, max_pages), dtype=torch.int32)
     source = random.Random(max_pages)
     longest = max_pages * PAGE

@@ -30,7 +30,8 @@ ROOMS = {
     "calibrate": {"config", "tasks"},
     "evaluate": {"config", "tasks", "request_options"},
     "research": {"config", "tasks", "calibrate"},
-    "compat": {"config", "graph_variants", "launch", "native_cpu", "pools", "checks"},
+    "compat": {"config", "graph_variants", "launch", "native_cpu", "pools", "checks", "devices"},
+    "speculation": {"compat", "config", "checks", "launch"},
     "backend": {
         *("__init__", "choices", "config", "compat", "checks", "launch", "facts", "banner"),
         *("pools", "graph_variants", "reach", "request_options"),

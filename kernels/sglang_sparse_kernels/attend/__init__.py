@@ -2,6 +2,6 @@
 """Decode attention over selected units and a contiguous tail."""
 
 from .api import gathered_decode_attention
-from .types import make_workspace
+from .types import MAX_QUERIES, make_workspace
 
-__all__ = ["gathered_decode_attention", "make_workspace"]
+__all__ = ["MAX_QUERIES", "gathered_decode_attention", "make_workspace"]

@@ -8,6 +8,7 @@ from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 from .cpu import gathered_decode_attention_cpu
 from .reference import gathered_decode_attention_reference
+from .types import MAX_QUERIES
 
 
 def gathered_decode_attention(
@@ -19,6 +20,7 @@ def gathered_decode_attention(
     softmax: Softmax,
     out: torch.Tensor,
     workspace: torch.Tensor | None = None,
+    queries: int = 1,
     impl: Impl,
 ) -> None:
     """Softmax attention over the listed units and the contiguous tail (SparCas section 3.4).
@@ -28,15 +30,19 @@ def gathered_decode_attention(
     with k_units 0 has an empty list, whatever its count says; with tail_start 0 it is dense. With a
     ``head_map`` KV head h attends to list ``head_map[h]`` (Kascade section 3.5).
 
+    With several queries a row, consecutive tokens of its request, they share its lists. The plan is
+    the first one's: query j attends to [tail_start, seq_len + j).
+
     Args:
-        q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
-            64 or 128.
-        kv: KV rows in q's dtype.
+        q: [R * queries, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows;
+            D is 64 or 128.
+        kv: KV rows in q's dtype or fp8 e4m3, with their scales.
         plan: R rows.
         lists: entries of a list past k_units are not attended to.
         softmax: scale and cap of the logits.
-        out: [R, H * G, D], q's dtype, contiguous; every entry is written.
+        out: [R * queries, H * G, D], q's dtype, contiguous; every entry is written.
         workspace: from :func:`make_workspace` for at least R rows. Needed by "triton".
+        queries: of each row; "triton" takes ``queries * G`` of up to :data:`MAX_QUERIES`.
         impl: "triton", "cpu" or "torch".
 
     Raises:
@@ -44,18 +50,26 @@ def gathered_decode_attention(
     """
     check_choice("impl", impl, IMPLS)
     kv.group_of(q)
-    check_shape("q", q, (plan.num_rows, -1, -1))
+    if queries < 1:
+        raise ValueError(f"queries={queries} must be at least 1")
+    check_shape("q", q, (plan.num_rows * queries, -1, -1))
     check_shape("out", out, tuple(q.shape))
     lists.check_read(plan.num_rows, kv.num_heads)
     if kv.page_size % lists.unit:
         raise ValueError(f"unit={lists.unit} must divide page_size={kv.page_size}")
     if impl == "torch":
-        gathered_decode_attention_reference(q, kv, plan, lists, softmax=softmax, out=out)
+        gathered_decode_attention_reference(
+            q, kv, plan, lists, softmax=softmax, out=out, queries=queries
+        )
         return
     if impl == "cpu":
-        gathered_decode_attention_cpu(q, kv, plan, lists, softmax=softmax, out=out)
+        gathered_decode_attention_cpu(q, kv, plan, lists, softmax=softmax, out=out, queries=queries)
         return
     kv.check_triton(q)
+    if queries * kv.group_of(q) > MAX_QUERIES:
+        raise ValueError(
+            f"{queries} queries of {kv.group_of(q)} heads a KV head must be {MAX_QUERIES} or fewer"
+        )
     check_dtype("out", out, q.dtype)
     check_contiguous("out", out)
     if workspace is None:
@@ -63,5 +77,5 @@ def gathered_decode_attention(
     from .kernel import gathered_decode_attention_triton
 
     gathered_decode_attention_triton(
-        q, kv, plan, lists, softmax=softmax, out=out, workspace=workspace
+        q, kv, plan, lists, softmax=softmax, out=out, workspace=workspace, queries=queries
     )

@@ -4,27 +4,30 @@
 import torch
 
 from ..common import accumulate_dtype
-from ..paged import products, weighted_sum
+from ..paged import products, select_rows, weighted_sum
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 
 
 def gathered_decode_attention_cpu(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor,
+    out: torch.Tensor, queries: int,
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
     lengths, tails, kept = (
         column.tolist() for column in (plan.seq_lens, plan.tail_start, plan.k_units)
     )
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
+    softmax = kv.logits(softmax)
     for row, (length, tail, units) in enumerate(zip(lengths, tails, kept, strict=True)):
-        if units == 0 and tail == 0:
-            result = _attend_to_all(query[row], kv, row, length, softmax)
-        else:
-            positions, hidden = _positions(lists, row, kv.num_heads, length, tail, units)
-            result = _attend(query[row], kv, row, positions, hidden, softmax)
-        out[row] = result.flatten(0, 1)
+        for token in range(row * queries, (row + 1) * queries):
+            end = length + token % queries
+            if units == 0 and tail == 0:
+                result = _attend_to_all(query[token], kv, row, end, softmax)
+            else:
+                positions, hidden = _positions(lists, row, kv.num_heads, end, tail, units)
+                result = _attend(query[token], kv, row, positions, hidden, softmax)
+            out[token] = result.flatten(0, 1).mul_(kv.scales.v)
 
 
 def _attend_to_all(
@@ -77,7 +80,7 @@ def _attend(
     # The heads of a slot are rows of their own.
     at = (kv.slots(row, positions) * heads + torch.arange(heads)[:, None]).flatten()
     keys, values = (
-        cache.view(-1, dim).index_select(0, at).view(heads, -1, dim).to(query.dtype)
+        select_rows(cache.view(-1, dim), at).view(heads, -1, dim).to(query.dtype)
         for cache in (kv.k, kv.v)
     )
     logits = softmax.logits(torch.bmm(query, keys.transpose(1, 2)))

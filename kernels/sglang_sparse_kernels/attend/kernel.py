@@ -73,6 +73,7 @@ def attend_split_kernel(
     H: tl.constexpr,
     LISTS: tl.constexpr,
     G: tl.constexpr,
+    Q: tl.constexpr,
     BG: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -85,14 +86,16 @@ def attend_split_kernel(
     begin()
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s = tl.program_id(1)
+    # Queries of a request are joined with the query heads of its group, head by head.
     o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
-    m_g = o_g < G
+    m_g, o_j, o_h = o_g < Q * G, o_g // G, i_h * G + o_g % G
     i_list = i_h
     if head_map is not None:
         i_list = tl.load(head_map + i_h)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * LISTS + i_list
     tail = tl.load(plan.tail_start + i_r)
-    tail_tokens = tl.load(plan.seq_lens + i_r) - tail
+    first_tail = tl.load(plan.seq_lens + i_r) - tail
+    tail_tokens = first_tail + Q - 1
     list_tokens = tl.minimum(tl.load(plan.k_units + i_r), capacity) * UNIT
     counted = tl.load(counts + i_l) * UNIT
     # One sequence of tokens: the tail, then the list. Its split follows from the plan alone, so
@@ -102,9 +105,10 @@ def attend_split_kernel(
     first = i_s * share
     last = tl.minimum(first + share, total)
 
-    o_q = (i_r.to(tl.int64) * H + i_h) * G + o_g
+    o_r = i_r.to(tl.int64) * Q + o_j
+    o_q = o_r * H * G + o_h
     # [BG, D]
-    p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D + o_d[None, :]
+    p_q = q + (o_r * stride_q + o_h * D)[:, None] + o_d[None, :]
     b_q = tl.load(p_q, mask=m_g[:, None], other=0.0)
     b_acc = tl.zeros((BG, D), tl.float32)
     b_max = tl.full((BG,), float("-inf"), tl.float32)
@@ -129,15 +133,23 @@ def attend_split_kernel(
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_k = b_k.to(b_q.dtype)
         # [BG, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
-        b_s = tl.where(m_kv[None, :], b_s, float("-inf"))
+        m_s = m_kv[None, :]
+        if Q > 1:
+            # Query j sees j tokens of the tail more than the first one does.
+            o_n = i_n + tl.arange(0, BN)
+            m_s &= (o_n >= tail_tokens)[None, :] | (o_n[None, :] < (first_tail + o_j)[:, None])
+        b_s = tl.where(m_s, b_s, float("-inf"))
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_v = b_v.to(b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
+    b_acc *= kv.v_scale
     if SPLITS == 1:
         o_o = o_q[:, None] * D + o_d[None, :]
         tl.store(out + o_o, cast(b_acc / b_sum[:, None], out.dtype.element_ty), mask=m_g[:, None])
@@ -177,19 +189,19 @@ def merge_splits_kernel(
 
 def gathered_decode_attention_triton(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor, workspace: torch.Tensor,
+    out: torch.Tensor, workspace: torch.Tensor, queries: int,
 ) -> None:  # fmt: skip
     """Launch :func:`attend_split_kernel` and, with several splits, :func:`merge_splits_kernel`.
 
     Raises:
         ValueError: if ``workspace`` is too small for this batch.
     """
-    rows, query_heads, dim = q.shape
-    heads, group = kv.num_heads, kv.group_of(q)
+    rows, (tokens, query_heads, dim) = plan.num_rows, q.shape
+    heads, group, softmax = kv.num_heads, kv.group_of(q), kv.logits(softmax)
     capacity_tokens = lists.capacity * lists.unit
     splits = num_splits(rows, heads, capacity_tokens, q.device)
     tile, stages, warps = _tile(triton.cdiv(capacity_tokens, splits))
-    partials = rows * query_heads * splits
+    partials = tokens * query_heads * splits
     if workspace.numel() < partials * (dim + 1):
         raise ValueError(
             f"workspace holds {workspace.numel()} floats, this batch needs {partials * (dim + 1)}"
@@ -198,12 +210,13 @@ def gathered_decode_attention_triton(
     attend_split_kernel[(rows * heads, splits)](
         q, kv.args, plan.args, lists.rows, lists.indices, lists.counts, lists.head_map, out,
         partial, lse, q.stride(0), lists.capacity, softmax.scale_log2, softmax.logit_cap,
-        H=heads, LISTS=lists.indices.shape[1], G=group, BG=max(16, next_power_of_2(group)), D=dim,
+        H=heads, LISTS=lists.indices.shape[1], G=group, Q=queries,
+        BG=max(16, next_power_of_2(queries * group)), D=dim,
         PAGE=kv.page_size, UNIT=lists.unit, BN=tile, SPLITS=splits, HAS_CAP=softmax.logit_cap > 0,
         STAGES=stages, num_warps=warps, **overlapping(rows * heads),
     )  # fmt: skip
     if splits > 1:
-        merge_splits_kernel[(rows * query_heads,)](
+        merge_splits_kernel[(tokens * query_heads,)](
             partial, lse, out, D=dim, SPLITS=splits, BS=next_power_of_2(splits), num_warps=4,
             **overlapping(0),
         )  # fmt: skip

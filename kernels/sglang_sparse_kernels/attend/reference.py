@@ -10,7 +10,7 @@ from ..records import KVView, Lists, Softmax
 
 def gathered_decode_attention_reference(
     q: torch.Tensor, kv: KVView, plan: DecodePlan, lists: Lists, *, softmax: Softmax,
-    out: torch.Tensor,
+    out: torch.Tensor, queries: int,
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
     heads, group, unit = kv.num_heads, kv.group_of(q), lists.unit
@@ -22,7 +22,8 @@ def gathered_decode_attention_reference(
     for row in range(plan.num_rows):
         seq_len = int(plan.seq_lens[row])
         tail_start = int(plan.tail_start[row])
-        positions = torch.arange(tail_start, seq_len, device=device).expand(heads, -1)
+        last = torch.arange(seq_len - 1, seq_len - 1 + queries, device=device)
+        positions = torch.arange(tail_start, seq_len - 1 + queries, device=device).expand(heads, -1)
         visible = torch.ones_like(positions, dtype=torch.bool)
         if plan.k_units[row] > 0:
             list_row = int(lists.rows[row])
@@ -36,10 +37,12 @@ def gathered_decode_attention_reference(
             visible = torch.cat((in_list, visible), 1)
         slots = kv.slots(row, positions)
         shown = visible[..., None]
-        keys = kv.k[slots, head].to(acc).where(shown, 0)
-        values = kv.v[slots, head].to(acc).where(shown, 0)
-        query = q[row].view(heads, group, -1).to(acc)
-        logits = softmax.logits(torch.einsum("hgd,hnd->hgn", query, keys))
-        logits = logits.masked_fill(~visible[:, None], float("-inf"))
-        result = torch.einsum("hgn,hnd->hgd", logits.softmax(-1), values)
-        out[row] = result.reshape(heads * group, -1).to(out.dtype)
+        keys = kv.keys((slots, head), acc).where(shown, 0)
+        values = kv.values((slots, head), acc).where(shown, 0)
+        tokens = slice(row * queries, (row + 1) * queries)
+        query = q[tokens].reshape(queries, heads, group, -1).to(acc)
+        logits = softmax.logits(torch.einsum("qhgd,hnd->qhgn", query, keys))
+        seen = visible & (positions <= last[:, None, None])  # [queries, heads, positions]
+        logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
+        result = torch.einsum("qhgn,hnd->qhgd", logits.softmax(-1), values)
+        out[tokens] = result.reshape(queries, heads * group, -1).to(out.dtype)

@@ -14,6 +14,8 @@ LONG_CTAS_PER_SM = 3
 ROUNDS = 3
 MIN_SPLIT_TOKENS = 32
 MAX_SPLITS = 64
+MAX_QUERIES = 64
+"""Rows of queries that a program holds: those of a request, each with the heads of its group."""
 
 
 def num_splits(rows: int, num_kv_heads: int, capacity_tokens: int, device: torch.device) -> int:
@@ -35,6 +37,8 @@ def make_workspace(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device | str,
+    *,
+    queries: int = 1,
 ) -> torch.Tensor:
     """Scratch of :func:`gathered_decode_attention` for batches of up to ``max_rows`` rows.
 
@@ -44,6 +48,7 @@ def make_workspace(
         num_kv_heads: KV heads (H) of this rank.
         head_dim: D.
         device: where it lives.
+        queries: the most that a row has.
 
     Returns:
         A flat float32 tensor; partial outputs and their log-sum-exp live in it during a call.
@@ -52,4 +57,5 @@ def make_workspace(
     most = ROUNDS * programs_to_fill(torch.device(device), LONG_CTAS_PER_SM)
     programs = most + max_rows * num_kv_heads
     group = num_heads // num_kv_heads
-    return torch.zeros(programs * group * (head_dim + 1), dtype=torch.float32, device=device)
+    floats = programs * group * queries * (head_dim + 1)
+    return torch.zeros(floats, dtype=torch.float32, device=device)

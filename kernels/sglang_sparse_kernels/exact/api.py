@@ -48,7 +48,7 @@ def exact_score(
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is 64 or
             128.
-        kv: KV rows in q's dtype; V is not read.
+        kv: KV rows in q's dtype or fp8 e4m3, with their scales; V is not read.
         plan: R rows; seq_lens, tail_start, k_units and reselect are read.
         softmax: scale and cap of the logits.
         pool: "group": one score a KV head; "heads": one for the layer.

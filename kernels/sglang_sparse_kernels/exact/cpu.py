@@ -22,6 +22,7 @@ def exact_score_cpu(
 ) -> None:
     """See :func:`sglang_sparse_kernels.exact_score`. In powers of 2, which are the faster ones."""
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
+    softmax = kv.logits(softmax)
     for row in scored_rows(plan):
         tail, length = int(plan.tail_start[row]), int(plan.seq_lens[row])
         found = products(query[row], kv.k, kv.page_table[row], length, kv.page_size)

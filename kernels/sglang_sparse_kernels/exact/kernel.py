@@ -76,6 +76,7 @@ def exact_logits_kernel(
             o_k = (slots_of(p_table, o_n, m_n, PAGE).to(tl.int64) * H + i_h) * D
             # [BN, D]
             b_k = tl.load(kv.k + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+            b_k = b_k.to(b_q.dtype)
             # [BG, BN]
             b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
             b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
@@ -158,7 +159,7 @@ def exact_score_triton(
         ValueError: if ``workspace`` is too small for this batch.
     """
     rows, query_heads, dim = q.shape
-    heads, group = kv.num_heads, kv.group_of(q)
+    heads, group, softmax = kv.num_heads, kv.group_of(q), kv.logits(softmax)
     _, lists, width = out.values.shape
     splits = num_splits(rows, heads, width, q.device)
     needed = 2 * rows * query_heads * splits

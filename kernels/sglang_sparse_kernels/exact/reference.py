@@ -24,7 +24,7 @@ def exact_score_reference(
     acc = accumulate_dtype(q.dtype)
     for row in scored_rows(plan):
         tail, length = int(plan.tail_start[row]), int(plan.seq_lens[row])
-        keys = kv.k[kv.slots(row, torch.arange(length, device=q.device))].to(acc)
+        keys = kv.keys(kv.slots(row, torch.arange(length, device=q.device)), acc)
         query = q[row].view(heads, group, -1).to(acc)
         logits = softmax.logits(torch.einsum("hgd,nhd->hgn", query, keys))
         log_p = logits.log_softmax(-1)[..., :tail]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
+from ..common import FP8, IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
 from .reference import update_planes_reference
 from .types import (
     RUN_TOKENS,
@@ -59,7 +59,8 @@ def update_planes(
     end)). One launch for the sketch and one for logical pages cover all layers.
 
     Args:
-        k_layers: L tensors [slots, H, D] (bf16, fp16; "torch" also fp32), contiguous, alike.
+        k_layers: L tensors [slots, H, D] (bf16, fp16, fp8 e4m3; "torch" also fp32), contiguous,
+            alike. Planes hold keys as they are stored, without a scale.
         k_ptrs: uint64 or int64 [L] on the device, ``data_ptr()`` of each of ``k_layers``. Needed
             by "triton".
         planes: the planes to write; those that are None are skipped.
@@ -93,7 +94,7 @@ def update_planes(
         raise ValueError("impl='triton' needs k_ptrs")
     check_shape("k_ptrs", k_ptrs, (len(k_layers),))
     check_dtype("k_ptrs", k_ptrs, torch.uint64, torch.int64)
-    check_dtype("k_layers[0]", keys, torch.bfloat16, torch.float16)
+    check_dtype("k_layers[0]", keys, torch.bfloat16, torch.float16, FP8)
     from .kernel import update_planes_triton
 
     update_planes_triton(

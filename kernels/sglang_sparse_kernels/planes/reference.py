@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..common import accumulate_dtype
+from ..common import FP8, accumulate_dtype, computable, put, take
 from .types import (
     FP8_MAX,
     INT4_MAX,
@@ -27,7 +27,7 @@ def quantize_sketch(
     fp8 saturates at +-448; integers are symmetric per token and head, rounding halves to even.
     Those of 4 bits (uint8) come one a byte, plus 8.
     """
-    if dtype == torch.float8_e4m3fn:
+    if dtype == FP8:
         return keys.clamp(-FP8_MAX, FP8_MAX).to(dtype), None
     if has_scale(dtype):
         most, zero = (INT8_MAX, 0) if dtype == torch.int8 else (INT4_MAX, INT4_ZERO)
@@ -128,15 +128,15 @@ def _update_sketch(
     pages = page_table[rows, positions // page_size].long()
     offsets = positions % page_size
     for layer, keys in enumerate(k_layers):
-        sketch, scale = quantize_sketch(keys[pages * page_size + offsets], planes.key_sketch.dtype)
+        rows = computable(take(keys, pages * page_size + offsets))
+        sketch, scale = quantize_sketch(rows, planes.key_sketch.dtype)
         plane = by_page(planes.key_sketch[layer], page_size)
-        if plane.dtype == torch.float8_e4m3fn:
-            # Indexed writes of fp8 are not implemented everywhere; the bytes are the same.
-            plane, sketch = plane.view(torch.uint8), sketch.view(torch.uint8)
-        if plane.dtype == torch.uint8 and planes.key_sketch.dtype == torch.uint8:
+        if plane.dtype == torch.uint8:
             _store_nibbles(plane, pages, offsets, sketch)
         else:
-            plane[pages // plane.shape[1], pages % plane.shape[1], :, :, offsets] = sketch
+            every = slice(None)
+            at = (pages // plane.shape[1], pages % plane.shape[1], every, every, offsets)
+            put(plane, at, sketch)
         if scale is not None:
             assert planes.key_sketch_scale is not None
             planes.key_sketch_scale[layer, pages, :, offsets] = scale
@@ -163,14 +163,14 @@ def _update_logical_pages(
     written = first[:, None] + within < end[rows, None]
     hidden = ~written[..., None, None]
     for layer, all_keys in enumerate(k_layers):
-        keys = all_keys[slots]
+        keys = computable(take(all_keys, slots))
         if planes.page_min is not None and planes.page_max is not None:
-            planes.page_min[layer, entries] = keys.masked_fill(hidden, float("inf")).amin(1)
-            planes.page_max[layer, entries] = keys.masked_fill(hidden, float("-inf")).amax(1)
+            put(planes.page_min[layer], entries, keys.masked_fill(hidden, float("inf")).amin(1))
+            put(planes.page_max[layer], entries, keys.masked_fill(hidden, float("-inf")).amax(1))
         if planes.page_mean_low is not None and planes.page_mean_high is not None:
             low, high = cuboid_mean(keys, written)
-            planes.page_mean_low[layer, entries] = low.to(keys.dtype)
-            planes.page_mean_high[layer, entries] = high.to(keys.dtype)
+            put(planes.page_mean_low[layer], entries, low)
+            put(planes.page_mean_high[layer], entries, high)
 
 
 def update_planes_reference(

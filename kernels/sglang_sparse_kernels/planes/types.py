@@ -6,12 +6,12 @@ from typing import Literal
 
 import torch
 
-from ..common import PAGE_SIZES, check_contiguous, check_dtype, check_shape
+from ..common import FP8, PAGE_SIZES, check_contiguous, check_dtype, check_shape
 
 SketchFormat = Literal["fp8", "int8", "int4", "bf16"]
 
 SKETCH_DTYPES: dict[str, torch.dtype] = {
-    "fp8": torch.float8_e4m3fn,
+    "fp8": FP8,
     "int8": torch.int8,
     "int4": torch.uint8,
     "bf16": torch.bfloat16,
@@ -43,6 +43,11 @@ def has_scale(dtype: torch.dtype) -> bool:
 def tokens_per_element(dtype: torch.dtype) -> int:
     """Tokens in one element of a sketch of this element type."""
     return 2 if dtype == torch.uint8 else 1
+
+
+def digest_dtype(kv_dtype: torch.dtype) -> torch.dtype:
+    """Of the ends of a cuboid-mean digest: K's own, bf16 beside fp8, which no mean is exact in."""
+    return torch.bfloat16 if kv_dtype == FP8 else kv_dtype
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,8 @@ class PlaneBuffers:
     Attributes:
         page_min: [L, pages * P / u, H, D] in K's dtype, smallest key of a logical page.
         page_max: the same shape and dtype, largest key of a logical page.
-        page_mean_low, page_mean_high: the same shape and dtype, ends of the cuboid-mean digest of a
-            logical page (:func:`cuboid_mean`).
+        page_mean_low, page_mean_high: the same shape in :func:`digest_dtype`, ends of the
+            cuboid-mean digest of a logical page (:func:`cuboid_mean`).
         key_sketch: [L, runs, H, D, 128], float8_e4m3fn, int8 or bfloat16: K with the token axis
             innermost, so that one channel of a page is contiguous, and beside that of the page's
             neighbours: a run holds 128 / P pages, and :func:`by_page` finds them. In 4 bits it is
@@ -163,14 +168,16 @@ class PlaneBuffers:
         sketch = (layers, -(-pages // pages_per_run(size)), heads, dim, elements)
         scale = (layers, pages, heads, size)
 
-        def per_logical_page(kept: bool) -> torch.Tensor | None:
-            return torch.zeros(bounds, dtype=shape.kv_dtype, device=device) if kept else None
+        def per_logical_page(kept: bool, dtype: torch.dtype) -> torch.Tensor | None:
+            return torch.zeros(bounds, dtype=dtype, device=device) if kept else None
+
+        means = digest_dtype(shape.kv_dtype)
 
         return cls(
-            page_min=per_logical_page(page_minmax),
-            page_max=per_logical_page(page_minmax),
-            page_mean_low=per_logical_page(page_mean),
-            page_mean_high=per_logical_page(page_mean),
+            page_min=per_logical_page(page_minmax, shape.kv_dtype),
+            page_max=per_logical_page(page_minmax, shape.kv_dtype),
+            page_mean_low=per_logical_page(page_mean, means),
+            page_mean_high=per_logical_page(page_mean, means),
             key_sketch=None if dtype is None else torch.zeros(sketch, dtype=dtype, device=device),
             key_sketch_scale=(
                 None

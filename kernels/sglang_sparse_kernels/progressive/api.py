@@ -160,7 +160,7 @@ def progressive_decode_attention(
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
             64 or 128.
-        kv: KV rows in q's dtype.
+        kv: KV rows in q's dtype or fp8 e4m3, with their scales.
         plan: R rows.
         ranking: from :func:`rank_units`; its unit divides the page size and the microbatch.
         stop: what is asked for.

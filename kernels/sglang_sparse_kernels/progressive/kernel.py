@@ -170,7 +170,7 @@ def progressive_decode_attention_triton(
     rows = Rows(plan.seq_lens, plan.tail_start, ranking.rows, always.sink, always.recent)
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
-        Queries(q, q.stride(0), softmax.scale_log2, softmax.logit_cap),
+        Queries(q, q.stride(0), kv.logits(softmax).scale_log2, softmax.logit_cap),
         kv.args, rows, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
     check = (

@@ -120,7 +120,7 @@ def progressive_decode_attention_reference(
         positions = torch.cat((selected.where(visible, 0), tail), 1)
         visible = torch.cat((visible, torch.ones_like(tail, dtype=torch.bool)), 1)
         slots = kv.slots(row, positions)
-        keys = kv.k[slots, head].to(acc).where(visible[..., None], 0)
+        keys = kv.keys((slots, head), acc).where(visible[..., None], 0)
         query = q[row].view(heads, group, -1).to(acc)
         logits = softmax.logits(torch.einsum("hgd,hnd->hgn", query, keys))
         logits = logits.masked_fill(~visible[:, None], float("-inf"))
@@ -162,7 +162,7 @@ def progressive_decode_attention_reference(
                 state.counters.add_(torch.tensor([heads, *map(int, sums_of)], device=device))
         state.reached[list_row] = got.int()
         if out is not None:
-            values = kv.v[slots, head].to(acc).where(visible[..., None], 0)
+            values = kv.values((slots, head), acc).where(visible[..., None], 0)
             weights /= weights.sum(-1, keepdim=True)
             result = torch.einsum("hgn,hnd->hgd", weights, values)
             out[row] = result.reshape(heads * group, -1).to(out.dtype)

@@ -197,6 +197,7 @@ def _attend_tiles(
         n_blocks, goes_on = tl.cdiv(tokens, L.UNIT), at > 0
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
+        b_k = b_k.to(b_q.dtype)
         # [BG, BN], for exp2
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((T.BG, L.BN), tl.float32))
         b_s = scaled_logits(b_s, queries.scale_log2, queries.logit_cap, T.HAS_CAP)
@@ -222,8 +223,8 @@ def _attend_tiles(
         if L.OUTPUT:
             # [BN, HALF]
             p_v = kv.v + o_kv[:, None] + o_h[None, :]
-            b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
-            b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
+            b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0).to(b_q.dtype)
+            b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0).to(b_q.dtype)
             b_weight = cast(b_p, b_v.dtype)
             b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
             b_left = dot(b_weight, b_v, b_left)
@@ -242,7 +243,7 @@ def _attend_tiles(
         if L.OUTPUT:
             p_o = out.partial + o_o[:, None] * L.D + o_h[None, :]
             # One division a query head: they take long, and each tile waits for its last one.
-            b_scale = (1.0 / b_some)[:, None]
+            b_scale = (kv.v_scale / b_some)[:, None]
             tl.store(p_o, b_left * b_scale, mask=m_o[:, None])
             tl.store(p_o + HALF, b_right * b_scale, mask=m_o[:, None])
         o_l = base * L.G + o_g * out.held + chunk

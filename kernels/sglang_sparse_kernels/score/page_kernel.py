@@ -70,9 +70,9 @@ def page_minmax_score_kernel(
             o_e = (b_entry * H + i_h)[:, None] * D + o_d[None, :]
             m_e = m_u[:, None] & m_d[None, :]
             # [BU, BD]
-            b_max = tl.load(page_max + o_e, mask=m_e, other=0.0)
+            b_max = tl.load(page_max + o_e, mask=m_e, other=0.0).to(b_q.dtype)
             # [BU, BD]
-            b_min = tl.load(page_min + o_e, mask=m_e, other=0.0)
+            b_min = tl.load(page_min + o_e, mask=m_e, other=0.0).to(b_q.dtype)
             # [BU, BG]
             b_a = dot(b_max, b_up, tl.zeros((BT, BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)

@@ -3,7 +3,7 @@
 
 import torch
 
-from ..common import accumulate_dtype, group_size, rankable
+from ..common import accumulate_dtype, group_size, rankable, take
 from ..plan import DecodePlan
 from ..planes import KeySketch, PageCuboids, by_page, sketch_values
 from ..records import scored_rows
@@ -69,9 +69,10 @@ def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int
     physical = plan.page_table[row, : -(-tokens // pages.page_size)].long()
     entries = (physical[:, None] * per_page + within).flatten()[: -(-tokens // unit)]
     query = q[row].view(heads, group, -1).to(acc)
+    low, high = (take(ends, entries).to(acc) for ends in (pages.low, pages.high))
     # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
-    bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), pages.high[entries].to(acc))
-    return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), pages.low[entries].to(acc))
+    bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), high)
+    return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), low)
 
 
 def page_bounds_reference(

@@ -45,7 +45,7 @@ class PageScore:
         """Score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         page_minmax_score(
-            step.q, self.pages, step.plan, reduce=self.reduce, out=out, impl=step.impl
+            step.first_q, self.pages, step.plan, reduce=self.reduce, out=out, impl=step.impl
         )
 
 
@@ -69,7 +69,7 @@ class SketchScore:
         """Choose the channels that are due, and score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         sketch_score(
-            step.q, self.channels, self.sketch, step.plan, reduce=self.reduce, out=out,
+            step.first_q, self.channels, self.sketch, step.plan, reduce=self.reduce, out=out,
             choose_channels=True, impl=step.impl,
         )  # fmt: skip
 
@@ -91,7 +91,7 @@ class ExactScore:
     def run(self, step: StepContext) -> None:
         """Score the rows that select anew."""
         exact_score(
-            step.q, step.kv, step.plan, softmax=step.softmax, pool=self.pool,
+            step.first_q, step.kv, step.plan, softmax=step.softmax, pool=self.pool,
             out=self.scores.rows(step.plan.num_rows), workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
@@ -165,7 +165,7 @@ class BoundResidual:
         page_bounds(step.q, self.pages, step.plan, out=bounds, impl=step.impl)
         residual_bounds(
             bounds, self.scores.rows(rows), step.plan, replace(step.lists, counts=self.ranked),
-            always=stop.always, microbatch=stop.microbatch, softmax=step.softmax,
+            always=stop.always, microbatch=stop.microbatch, softmax=step.kv.logits(step.softmax),
             margin=self.margin, out=stop.residual[:rows], impl=step.impl,
         )  # fmt: skip
 
@@ -180,7 +180,7 @@ class Attend:
         """Write the step's output."""
         gathered_decode_attention(
             step.q, step.kv, step.plan, step.lists, softmax=step.softmax, out=step.out,
-            workspace=self.workspace, impl=step.impl,
+            workspace=self.workspace, queries=step.queries, impl=step.impl,
         )  # fmt: skip
 
 

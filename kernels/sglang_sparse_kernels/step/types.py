@@ -17,13 +17,14 @@ class StepContext:
     """One layer of a decode step, for rows that are taken together.
 
     Attributes:
-        q: [R, H * G, D], after RoPE.
+        q: [R * queries, H * G, D], after RoPE.
         kv: this layer's KV rows, the ones of this step's tokens written.
-        plan: R rows.
+        plan: R rows, of the first query of each.
         lists: what this layer writes, if it selects, and what it attends to.
         softmax: scale and cap of the logits.
-        out: [R, H * G, D] in q's dtype, contiguous; written by a stage that attends.
+        out: [R * queries, H * G, D] in q's dtype, contiguous; written by a stage that attends.
         impl: "triton", "cpu" or "torch".
+        queries: of each row: consecutive tokens of its request, which share its lists.
         rows: which rows of the batch these are, for state that follows the whole batch.
     """
 
@@ -34,7 +35,13 @@ class StepContext:
     softmax: Softmax
     out: torch.Tensor
     impl: Impl
+    queries: int = 1
     rows: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def first_q(self) -> torch.Tensor:
+        """[R, H * G, D], the first query of each row, which selects for the others too."""
+        return self.q[:: self.queries]
 
 
 class Stage(Protocol):

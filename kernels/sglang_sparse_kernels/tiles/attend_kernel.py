@@ -76,6 +76,7 @@ def tile_attend_kernel(
         o_kv = (slots_of(p_table, b_pos, m_n, PAGE).to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_k = b_k.to(b_q.dtype)
         # [BM, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BM, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
@@ -83,8 +84,9 @@ def tile_attend_kernel(
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+        b_v = b_v.to(b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
-    b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    b_out = b_acc * kv.v_scale / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_o = ((q_row + o_m // G).to(tl.int64) * H + i_h) * G + o_m % G
     m_m = o_m < (seq_len - start) * G
     p_out = out + o_o[:, None] * D + o_d[None, :]
@@ -96,7 +98,7 @@ def tile_attention_triton(
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch :func:`tile_attend_kernel`, one program a tile and KV head."""
-    rows, heads, group = plan.rows, kv.num_heads, kv.group_of(q)
+    rows, heads, group, softmax = plan.rows, kv.num_heads, kv.group_of(q), kv.logits(softmax)
     tokens, stages, warps = ATTEND_TILE
     tile_attend_kernel[(rows.num_rows * heads,)](
         q, kv.args, rows.args, rows.update_start, plan.q_rows, lists.rows, lists.indices,

@@ -60,18 +60,20 @@ def _load_keys(
     o_n,
     m_n,
     i_h,
+    dtype: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """[BN, D] keys at positions ``o_n``; ``WHOLE`` says that all are there."""
+    """[BN, D] keys at positions ``o_n`` in ``dtype``; ``WHOLE`` says that all are there."""
     o_d = tl.arange(0, D)
     if WHOLE:
         o_k = (slots_of(p_table, o_n, None, PAGE).to(tl.int64) * H + i_h) * D
-        return tl.load(k_buffer + o_k[:, None] + o_d[None, :])
+        return tl.load(k_buffer + o_k[:, None] + o_d[None, :]).to(dtype)
     o_k = (slots_of(p_table, o_n, m_n, PAGE).to(tl.int64) * H + i_h) * D
-    return tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+    b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
+    return b_k.to(dtype)
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def _add_sums(
     for i_n in tl.range(begin, end, BN, num_stages=STAGES):
         o_n = i_n + tl.arange(0, BN)
         # [BN, D]
-        b_k = _load_keys(k_buffer, p_table, o_n, o_n < end, i_h, H, D, PAGE, False)
+        b_k = _load_keys(k_buffer, p_table, o_n, o_n < end, i_h, b_q.dtype, H, D, PAGE, False)
         # [BM, BN]
         b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
         m_s = (o_n[None, :] <= o_p[:, None]) & (o_n < end)[None, :]
@@ -150,7 +152,7 @@ def tile_lse_kernel(
         b_all = b_sum
         for i_n in tl.range(0, seen, BN, num_stages=STAGES):
             o_n = i_n + tl.arange(0, BN)
-            b_k = _load_keys(kv.k, p_table, o_n, o_n < seen, i_h, H, D, PAGE, True)
+            b_k = _load_keys(kv.k, p_table, o_n, o_n < seen, i_h, b_q.dtype, H, D, PAGE, True)
             b_s = _logits(b_q, b_k, tl.zeros((BM, BN), tl.float32), scale_log2, logit_cap, HAS_CAP)
             b_all += tl.sum(tl.exp2(b_s - b_max[:, None]), 1)
         if tl.max(b_all) == float("inf"):
@@ -214,7 +216,7 @@ def tile_pool_kernel(
                     b_q = load_queries(q, q_row, seq_len - start, i_h + i_g, stride_q, G, BM, D)
                     b_lse = tl.load(p_lse + i_g * BM, mask=m_m, other=float("inf")) - LIFT
                 # [BN, D]
-                b_k = _load_keys(kv.k, p_table, o_n, m_n, i_h + i_g, H, D, PAGE, False)
+                b_k = _load_keys(kv.k, p_table, o_n, m_n, i_h + i_g, b_q.dtype, H, D, PAGE, False)
                 # [BN, BM]: queries along the threads' registers, where they are added up.
                 b_s = _logits(
                     b_k, b_q, tl.zeros((BN, BM), tl.float32), scale_log2, logit_cap, HAS_CAP
@@ -233,7 +235,7 @@ def tile_score_triton(
     out: Scores,
 ) -> None:
     """Launch :func:`tile_lse_kernel`, then :func:`tile_pool_kernel`."""
-    rows, heads, group = plan.rows, kv.num_heads, kv.group_of(q)
+    rows, heads, group, softmax = plan.rows, kv.num_heads, kv.group_of(q), kv.logits(softmax)
     tiles, lists, width = out.values.shape
     queries = block_queries(plan, group)
     # Prefill runs outside of graphs, so this may be allocated.

@@ -34,6 +34,7 @@ class MassBudget(BudgetChoice):
 
     key: ClassVar[str] = "epsilon"
     list_key: ClassVar[str] = "cap"
+    verifies: ClassVar[bool] = False  # where a row stops follows from one query
 
     kind: Literal["mass"] = "mass"
     epsilon: float = Field(

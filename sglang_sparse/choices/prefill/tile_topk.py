@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_sparse.choices.interfaces import Point
     from sglang_sparse_kernels.common import Impl
     from sglang_sparse_kernels.exact import Pool
-    from sglang_sparse_kernels.records import KVView, Lists, Scores, Softmax
+    from sglang_sparse_kernels.records import KVScales, KVView, Lists, Scores, Softmax
     from sglang_sparse_kernels.select import TopkWorkspace
     from sglang_sparse_kernels.tiles import TilePlan
 
@@ -253,13 +253,16 @@ class TileRun:
         most = tile_budget(width, floor=self.choice.floor, fraction=self.choice.fraction)
         return width, _aligned(most)
 
-    def warm_up(self, max_pages: int) -> None:
+    def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
         """Run every kernel once in every shape, so that no prompt waits while one is compiled.
 
         Args:
             max_pages: columns of the page tables to come.
+            dtype: of the queries to come.
         """
         import torch
+
+        from sglang_sparse_kernels.records import KVScales
 
         if self.impl != "triton":
             return
@@ -272,15 +275,23 @@ class TileRun:
         while width < 2 * longest:
             for tiles in _FEW_TILES, _MANY_TILES:
                 new = min(tiles * self.tile_tokens, longest)
-                q = keys.new_zeros((new, self.query_heads, keys.shape[2]))
+                shape = (new, self.query_heads, keys.shape[2])
+                q = torch.zeros(shape, dtype=dtype, device=keys.device)
                 batch = self.plan(table, [min(width, longest) - new], [new], [])
                 if batch is not None:
                     for layer in kinds.values():
-                        self.run(batch, layer, q, scaling=1.0, logit_cap=0.0)
+                        self.run(batch, layer, q, scaling=1.0, logit_cap=0.0, kv_scales=KVScales())
             width *= 2
 
     def run(
-        self, batch: TileBatch, layer: int, q: torch.Tensor, *, scaling: float, logit_cap: float
+        self,
+        batch: TileBatch,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
     ) -> torch.Tensor:
         """Select, if the layer does, and attend, unless it attends to everything.
 
@@ -290,6 +301,7 @@ class TileRun:
             q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
             scaling: factor on q.k.
             logit_cap: soft cap on logits, 0 for none.
+            kv_scales: of the layer's rows.
 
         Returns:
             [tokens, q_heads, head_dim]; zeros if the layer attends to everything.
@@ -302,7 +314,7 @@ class TileRun:
         step = TileStep(
             batch=batch,
             q=q,
-            kv=program.kv(plan.rows.page_table, self.page_size),
+            kv=program.kv(plan.rows.page_table, self.page_size, kv_scales),
             lists=Lists(batch.indices, batch.counts, plan.rows.request_slots, 1, program.head_map),
             softmax=Softmax(scaling, logit_cap),
             out=torch.zeros(q.shape, dtype=q.dtype, device=q.device),

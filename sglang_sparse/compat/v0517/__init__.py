@@ -6,8 +6,14 @@
 ``model_executor/runner/decode_cuda_graph_runner.py: DecodeCudaGraphRunner``
     ``_capture_one_stream`` captures every batch size twice, dense and sparse;
     ``_make_graph_key`` picks one at replay, after ``init_forward_metadata_out_graph``.
+``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.forward_extend``
+    A prompt with a cached prefix attends to it without the layer's KV scales.
 ``mem_cache/radix_cache.py: RadixCache.cache_unfinished_req``, ``cache_finished_req``
     Where a request's prefix enters the tree; ``Req.req_pool_idx`` is its row.
+``mem_cache/hiradix_cache.py: HiRadixCache``, ``managers/cache_controller.py: HiCacheController``
+    KV in host memory, see :mod:`.host_tier`.
+``mem_cache/pool_host/mha.py: get_mha_host_pool_cls``
+    The host's copy of the KV pool, on the CPU: its own is pinned and copied by GPU kernels.
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
     Pool and allocator on the CPU: its own allocator launches Triton kernels.
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
@@ -15,6 +21,9 @@
     name that it knows.
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
+``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
+move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWorker``
+    Speculation with chains; on a CPU also what :mod:`.cpu_speculation` names.
 """
 
 from __future__ import annotations
@@ -31,14 +40,21 @@ if TYPE_CHECKING:
 
 _SRT = "sglang.srt"
 _CPU = "sglang_sparse.compat.v0517.cpu"
+_CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
+_SPECULATION = "sglang_sparse.speculation.hooks"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
+_HOST_TREE = f"{_SRT}.mem_cache.hiradix_cache.HiRadixCache"
+_HOST_POOL = f"{_SRT}.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
+_CONTROLLER = f"{_SRT}.managers.cache_controller.HiCacheController"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
 MARKER = "srt/server_args.py"
+SPECULATIVE = ("NGRAM",)
+READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
 HOOKS = (
@@ -58,6 +74,36 @@ HOOKS = (
     Hook(f"{_SRT}.utils.common.support_triton", f"{_CPU}:support_triton", "around"),
     Hook(f"{_SRT}.mem_cache.allocation.get_last_loc", f"{_CPU}:get_last_loc", "around"),
     Hook(
+        f"{_SRT}.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        f"{_SPECULATION}:create_worker",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.spec_utils.move_accept_tokens_to_target_kvcache",
+        f"{_SPECULATION}:keep_accepted_rows",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.mem_cache.allocation.assign_req_to_token_pool_func",
+        f"{_CPU_SPECULATION}:assign_rows",
+        "around",
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
+        f"{_CPU_SPECULATION}:extend_slots",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.eagle_utils.verify_tree_greedy_func",
+        f"{_CPU_SPECULATION}:verify_greedy",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.mem_cache.pool_host.mha.get_mha_host_pool_cls",
+        f"{_CPU}:get_mha_host_pool_cls",
+        "around",
+    ),
+    Hook(
         f"{_SRT}.distributed.parallel_state.init_model_parallel_group",
         f"{_CPU}:init_model_parallel_group",
         "around",
@@ -71,6 +117,21 @@ SEAMS = (
     f"{_KV}._profile_available_bytes",
     f"{_KV}._apply_token_constraints",
     f"{_SRT}.mem_cache.memory_pool.NoOpMHATokenToKVPool._create_buffers",
+    f"{_HOST_TREE}.__init__",
+    f"{_HOST_TREE}.insert",
+    f"{_HOST_TREE}.match_prefix",
+    f"{_HOST_TREE}._match_prefix_helper",
+    f"{_HOST_TREE}._split_node",
+    f"{_HOST_TREE}._inc_hit_count",
+    f"{_HOST_TREE}._update_host_leaf_status",
+    f"{_HOST_TREE}.ready_to_load_host_cache",
+    f"{_HOST_TREE}.attach_storage_backend",
+    f"{_CONTROLLER}.load",
+    f"{_CONTROLLER}.start_loading",
+    f"{_SRT}.managers.cache_controller.LayerDoneCounter.wait_until",
+    f"{_HOST_POOL}.__init__",
+    f"{_HOST_POOL}.load_to_device_per_layer",
+    f"{_HOST_POOL}.backup_from_device_all_layer",
     f"{_ALLOCATOR}.alloc_extend",
     f"{_ALLOCATOR}.alloc_decode",
     f"{_PLATFORM}.get_mha_kv_pool_cls",
@@ -102,8 +163,22 @@ def tree_class() -> type[SparseRadixCache]:
     return BranchingRadixCache
 
 
+def hierarchical_tree_class() -> type[SparseRadixCache]:
+    """The same over SGLang's hierarchical cache."""
+    from sglang_sparse.compat.v0517.host_tier import BranchingHiRadixCache
+
+    return BranchingHiRadixCache
+
+
 def variant_being_captured() -> Variant:
     """Which decode graph is captured at this moment."""
     from sglang_sparse.compat.v0517 import graphs
 
     return graphs.capturing
+
+
+def prepare_ngram_worker() -> None:
+    """Make ``speculative/ngram_worker.py`` importable where no accelerator is."""
+    from sglang_sparse.compat.v0517 import cpu_speculation
+
+    cpu_speculation.provide_kernels()

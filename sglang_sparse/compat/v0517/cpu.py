@@ -2,7 +2,8 @@
 """SGLang 0.5.17 on a CPU: what it takes to keep it from Triton and NCCL there.
 
 Seams: ``platforms/interface.py: SRTPlatform``, ``utils/common.py: support_triton``,
-``mem_cache/allocation.py: get_last_loc``, ``distributed/parallel_state.py:
+``mem_cache/allocation.py: get_last_loc``, ``mem_cache/pool_host/mha.py:
+get_mha_host_pool_cls``, ``distributed/parallel_state.py:
 init_model_parallel_group``.
 """
 
@@ -54,6 +55,15 @@ def get_last_loc(
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+
+
+def get_mha_host_pool_cls(original: Callable[..., type], device_pool: Any) -> type:
+    """AROUND hook on ``pool_host.mha.get_mha_host_pool_cls``: one of plain copies on the CPU."""
+    if str(device_pool.device) != "cpu":
+        return original(device_pool)
+    from sglang_sparse_radix.host_pool import PlainHostPool
+
+    return PlainHostPool
 
 
 def init_model_parallel_group(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ def capture_one_stream(
 ) -> None:
     """AROUND hook on ``DecodeCudaGraphRunner._capture_one_stream``: capture once a variant."""
     global capturing
-    if selecting_launch_of(runner.model_runner.server_args) is None:
+    if not _has_variants(runner):
         original(runner, stream_idx)
         return
     for variant in VARIANTS:
@@ -35,6 +35,12 @@ def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwar
     The runner asks for the key after ``init_forward_metadata_out_graph`` chose the variant.
     """
     key = original(runner, *args, **kwargs)
-    if selecting_launch_of(runner.model_runner.server_args) is None:
+    if not _has_variants(runner):
         return key
     return replace(key, variant_label=runner.attn_backend.variant)
+
+
+def _has_variants(runner: Any) -> bool:
+    """Whether a runner captures for the sparse backend: not for a draft model."""
+    model = runner.model_runner
+    return selecting_launch_of(model.server_args) is not None and not model.is_draft_worker

@@ -10,6 +10,8 @@
 ``mem_cache/radix_cache.py: RadixCache.checkpoint``
     Where a request's prefix enters the tree; ``Req.kv.req_pool_idx`` is its row, and a row that
     was freed is the next to be handed out.
+``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.forward_extend``
+    A cached prefix is read by the layer's KV scales, as it is in decoding.
 ``mem_cache/memory_pool.py: MHATokenToKVPool._create_buffers``
     K and V of a layer are halves of one tensor.
 ``platforms/interface.py: PlatformCapabilities``
@@ -31,6 +33,8 @@ _SRT = "sglang.srt"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
+SPECULATIVE = ()
+READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
 HOOKS = (
@@ -83,8 +87,17 @@ def tree_class() -> type[SparseRadixCache]:
     return BranchingRadixCache
 
 
+def hierarchical_tree_class() -> None:
+    """None: the hierarchical cache is not tested on this version."""
+
+
 def variant_being_captured() -> Variant:
     """Which decode graph is captured at this moment."""
     from sglang_sparse.compat.v0523 import graphs
 
     return graphs.variant_being_captured()
+
+
+def prepare_ngram_worker() -> None:
+    """Never called: speculation is refused."""
+    raise NotImplementedError("speculation is refused with this version of SGLang")

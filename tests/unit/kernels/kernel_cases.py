@@ -10,6 +10,7 @@ from sglang_sparse_kernels import (
     DENSE_REQUEST,
     DecodePlan,
     KeySketch,
+    KVScales,
     KVView,
     Lists,
     PageCuboids,
@@ -30,11 +31,16 @@ NAN = float("nan")
 PYTORCH = ("torch", "cpu") if DEVICE.type == "cpu" else ("torch",)
 FAST = (*PYTORCH[1:], "triton")
 IMPLS = ("torch", *FAST)
+UNSCALED = KVScales()
 
 
 @dataclass
 class Batch:
-    """A paged decode batch: R rows over one pool, with a plan and, on demand, planes."""
+    """A paged decode batch: R rows over one pool, with a plan and, on demand, planes.
+
+    K and V are stored in ``kv_dtype``, by default the queries' ``dtype``, and stand for themselves
+    times ``scales``.
+    """
 
     lengths: list[int]
     page_size: int = 64
@@ -52,6 +58,8 @@ class Batch:
     dense_rows: tuple[int, ...] = ()
     seed: int = 0
     layers: int = 1
+    kv_dtype: torch.dtype | None = None
+    scales: KVScales = UNSCALED
 
     def __post_init__(self) -> None:
         self.rng = torch.Generator().manual_seed(self.seed)
@@ -82,8 +90,9 @@ class Batch:
                 self._fill(buffer, table.flatten()[:length])
         for buffer in (*self.k, *self.v):
             self._fill(buffer, torch.arange(self.page_size))
-        self.k = [buffer.to(DEVICE, self.dtype) for buffer in self.k]
-        self.v = [buffer.to(DEVICE, self.dtype) for buffer in self.v]
+        stored = self.kv_dtype or self.dtype
+        self.k = [buffer.to(DEVICE, stored) for buffer in self.k]
+        self.v = [buffer.to(DEVICE, stored) for buffer in self.v]
         self.k_ptrs = torch.tensor(
             [buffer.data_ptr() for buffer in self.k], dtype=torch.uint64, device=DEVICE
         )
@@ -135,7 +144,13 @@ class Batch:
 
     def kv_of(self, layer: int) -> KVView:
         """A layer's KV rows, as the plan finds them."""
-        return KVView(self.k[layer], self.v[layer], self.plan.page_table, self.page_size)
+        table = self.plan.page_table
+        return KVView(self.k[layer], self.v[layer], table, self.page_size, self.scales)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on a query times a key as it is stored."""
+        return self.dim**-0.5 * self.scales.k
 
     def softmax(self, logit_cap: float = 0.0) -> Softmax:
         """The usual scale."""
@@ -163,7 +178,7 @@ class Batch:
         """Planes of every written position but the last of each row, NaN elsewhere."""
         planes = PlaneBuffers.allocate(
             PlaneShape(
-                self.layers, self.num_pages, self.page_size, self.heads, self.dim, self.dtype
+                self.layers, self.num_pages, self.page_size, self.heads, self.dim, self.k[0].dtype
             ),
             page_minmax=page_minmax,
             key_sketch=key_sketch,

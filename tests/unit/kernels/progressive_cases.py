@@ -27,6 +27,7 @@ from sglang_sparse_kernels import (
     rank_units,
     select_topk,
 )
+from sglang_sparse_kernels.common import computable, put, take
 
 SINK, RECENT = 4, 8
 ALWAYS = Always(SINK, RECENT)
@@ -63,7 +64,7 @@ def shape_keys(batch: Batch, kind: str) -> torch.Tensor:
     if kind == "peaked":
         for keys in batch.k:
             loud = torch.rand(keys.shape[0], generator=batch.rng).to(DEVICE) < 0.02
-            keys[loud] *= 6
+            put(keys, loud, computable(take(keys, loud)) * 6)
     units = -(-max(batch.lengths) // batch.unit)
     scores = torch.full((len(batch.lengths), batch.heads, units + 3), NAN, device=DEVICE)
     for row in range(len(batch.lengths)):
@@ -80,7 +81,8 @@ def unit_logits(batch: Batch, row: int, logit_cap: float = 0.0) -> torch.Tensor:
     at = torch.arange(tokens, device=DEVICE)
     slots = batch.plan.page_table[row].long()[at // size] * size + at % size
     query = batch.q[row].double().view(batch.heads, batch.group, -1)
-    logits = torch.einsum("hgd,nhd->hgn", query, batch.k[0][slots].double()) * batch.dim**-0.5
+    keys = take(batch.k[0], slots).double()
+    logits = torch.einsum("hgd,nhd->hgn", query, keys) * batch.logit_scale
     return logit_cap * torch.tanh(logits / logit_cap) if logit_cap else logits
 
 
@@ -90,8 +92,8 @@ def unit_products(batch: Batch, row: int) -> torch.Tensor:
     at = torch.arange(tokens, device=DEVICE)
     slots = batch.plan.page_table[row].long()[at // size] * size + at % size
     query = batch.q[row].double().view(batch.heads, batch.group, -1).abs()
-    largest = batch.k[0][slots].double().abs().amax(0)  # [H, D]
-    products = torch.einsum("hgd,hd->hg", query, largest) * batch.dim**-0.5
+    largest = take(batch.k[0], slots).double().abs().amax(0)  # [H, D]
+    products = torch.einsum("hgd,hd->hg", query, largest) * batch.logit_scale
     return products[..., None].expand(-1, -1, -(-tokens // batch.unit))
 
 
@@ -286,5 +288,6 @@ def check(batch: Batch, scores: torch.Tensor, got: dict, ask: Setting) -> list[i
 
 def in_double(batch: Batch) -> Batch:
     batch.q, batch.dtype = batch.q.double(), torch.float64
-    batch.k, batch.v = [k.double() for k in batch.k], [v.double() for v in batch.v]
+    if batch.kv_dtype is None:
+        batch.k, batch.v = [k.double() for k in batch.k], [v.double() for v in batch.v]
     return batch

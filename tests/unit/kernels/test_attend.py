@@ -8,7 +8,14 @@ import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget
 from kernel_cases import DEVICE, FAST, IMPLS, NAN, PYTORCH, Batch
 
-from sglang_sparse_kernels import Softmax, gathered_decode_attention, make_workspace
+from sglang_sparse_kernels import (
+    Softmax,
+    TokenTable,
+    gathered_decode_attention,
+    make_workspace,
+    snapshot_page_table,
+)
+from sglang_sparse_kernels.common import take
 
 # lengths, page size, heads, group, dim, dtype, unit, cadence
 CASES = [
@@ -57,10 +64,11 @@ def naive_attention(
             slots = plan.page_table[row].long()[at // size] * size + at % size
             mine = slice(head * batch.group, (head + 1) * batch.group)
             query = batch.q[row, mine].to(dtype)
-            logits = query @ batch.k[0][slots, head].to(dtype).T * batch.dim**-0.5
+            logits = query @ take(batch.k[0], (slots, head)).to(dtype).T * batch.logit_scale
             if logit_cap:
                 logits = logit_cap * torch.tanh(logits / logit_cap)
-            out[row, mine] = logits.softmax(-1) @ batch.v[0][slots, head].to(dtype)
+            values = take(batch.v[0], (slots, head)).to(dtype)
+            out[row, mine] = logits.softmax(-1) @ values * batch.scales.v
     return out
 
 
@@ -218,3 +226,95 @@ def test_long_lists_take_several_rounds_of_programs(rows: int, capacity: int, sp
     assert num_splits(rows, 1, capacity, device) == splits
     floats = make_workspace(rows, 2, 1, 64, device).numel()
     assert floats >= rows * splits * 2 * (64 + 1)
+
+
+# lengths with the drafts, page size, heads, group, dim, dtype, unit, cadence; queries a row
+DRAFTED = [
+    (([257, 63, 111, 30], 64, 2, 1, 64, torch.bfloat16, 1, 1), 3),
+    (([130, 511], 32, 1, 2, 128, torch.float16, 1, 1), 8),
+    (([300, 66], 16, 1, 3, 64, torch.bfloat16, 16, 1), 5),
+    (([111, 50, 257], 64, 2, 4, 128, torch.bfloat16, 16, 1), 16),
+    (([700, 20], 32, 1, 8, 64, torch.float16, 1, 3), 4),
+]
+
+
+def drafted_batch(case: tuple, queries: int, dtype: torch.dtype | None = None) -> Batch:
+    """A batch whose plan is of each row's first query; the drafts are its last tokens."""
+    batch = make_batch(case)
+    batch.fill_plan(batch.plan, batch.seq_lens - (queries - 1), "torch")
+    tokens = TokenTable(batch.req_to_token, batch.req_slots, batch.seq_lens)
+    snapshot_page_table(tokens, page_size=batch.page_size, out=batch.plan.page_table, impl="torch")
+    # Rows of q lie apart, as they do in a fused qkv projection.
+    heads = batch.heads * batch.group
+    fused = batch.randn(len(batch.lengths) * queries, heads + 3, batch.dim)
+    batch.q = fused.to(DEVICE, batch.dtype)[:, :heads]
+    if dtype is not None:
+        batch.q = batch.q.to(dtype)
+        batch.k, batch.v = [k.to(dtype) for k in batch.k], [v.to(dtype) for v in batch.v]
+    return batch
+
+
+def one_by_one(batch: Batch, lists: tuple, queries: int, dtype: torch.dtype) -> torch.Tensor:
+    """Each query alone, as the last token of a row that ends with it."""
+    together, lengths, plan = batch.q, batch.lengths, batch.plan
+    parts = []
+    for j in range(queries):
+        batch.q = together[j::queries]
+        batch.lengths = [length - (queries - 1) + j for length in lengths]
+        parts.append(naive_attention(batch, lists, dtype))
+    batch.q, batch.lengths, batch.plan = together, lengths, plan
+    return torch.stack(parts, 1).flatten(0, 1)
+
+
+def attend_drafts(
+    batch: Batch, lists: tuple, queries: int, impl: str, floats: int | None = None
+) -> torch.Tensor:
+    out = torch.full(batch.q.shape, NAN, dtype=batch.q.dtype, device=DEVICE)
+    workspace = make_workspace(
+        len(batch.lengths), batch.heads * batch.group, batch.heads, batch.dim, DEVICE,
+        queries=queries,
+    ).fill_(NAN)  # fmt: skip
+    if floats is not None:
+        workspace = torch.full((floats,), NAN, device=DEVICE)
+    gathered_decode_attention(
+        batch.q, batch.kv, batch.plan, batch.lists(*lists), softmax=batch.softmax(), out=out,
+        workspace=workspace, queries=queries, impl=impl,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize("impl", ["torch", "cpu"])
+@pytest.mark.parametrize(("case", "queries"), DRAFTED)
+def test_drafts_share_the_list_of_their_row_and_are_causal_among_themselves(
+    case: tuple, queries: int, impl: str
+) -> None:
+    batch = drafted_batch(case, queries, torch.float64)
+    lists = batch.random_lists()
+    want = one_by_one(batch, lists, queries, torch.float64)
+    torch.testing.assert_close(attend_drafts(batch, lists, queries, impl), want)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("case", "queries"), DRAFTED)
+def test_the_kernel_verifies_drafts_within_the_error_budget(
+    case: tuple, queries: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_sparse_kernels.attend import kernel
+
+    # Splits that hold drafts alone: nothing in them is for the first query.
+    monkeypatch.setattr(kernel, "num_splits", lambda *_: splits)
+    batch = drafted_batch(case, queries)
+    lists = batch.random_lists()
+    exact = one_by_one(batch, lists, queries, torch.float64)
+    eager = one_by_one(batch, lists, queries, batch.dtype)
+    floats = batch.q.shape[0] * batch.q.shape[1] * splits * (batch.dim + 1)
+    got = attend_drafts(batch, lists, queries, "triton", floats)
+    for row in range(len(got)):
+        assert_within_budget(got[row], exact[row], eager[row], rounding(batch.dtype))
+
+
+def test_more_queries_than_a_program_holds_are_refused() -> None:
+    case = ([111], 64, 1, 8, 64, torch.bfloat16, 1, 1)
+    batch = drafted_batch(case, 9)
+    with pytest.raises(ValueError, match="9 queries of 8 heads a KV head must be 64 or fewer"):
+        attend_drafts(batch, batch.random_lists(), 9, "triton")

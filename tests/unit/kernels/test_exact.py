@@ -26,6 +26,7 @@ from sglang_sparse_kernels import (
     make_workspace,
     padded_blocks,
 )
+from sglang_sparse_kernels.common import take
 
 UNTOUCHED = 12345.0
 # lengths, page size, heads, group, dim, dtype, cadence
@@ -39,12 +40,12 @@ CASES = [
 ]
 
 
-def make_batch(case: tuple) -> Batch:
+def make_batch(case: tuple, **options: object) -> Batch:
     lengths, page_size, heads, group, dim, dtype, cadence = case
     batch = Batch(
         lengths, page_size=page_size, heads=heads, group=group, dim=dim, dtype=dtype,
         reselect_every=cadence, shared_pages=1, seed=sum(lengths) + group,
-        dense_rows=(len(lengths) - 1,) if len(lengths) > 2 else (),
+        dense_rows=(len(lengths) - 1,) if len(lengths) > 2 else (), **options,
     )  # fmt: skip
     batch.q *= batch.randn(*batch.q.shape).exp().to(batch.q)
     return batch
@@ -59,7 +60,7 @@ def naive(batch: Batch, pool: str, logit_cap: float) -> tuple[torch.Tensor, torc
     shape = (len(batch.lengths), lists_of(batch, pool), max(batch.lengths))
     score = torch.full(shape, UNTOUCHED, dtype=torch.float64, device=DEVICE)
     size = torch.zeros_like(score)
-    plan, scale = batch.plan, batch.dim**-0.5
+    plan, scale = batch.plan, batch.logit_scale
     for row, length in enumerate(batch.lengths):
         if not (plan.reselect[row] and plan.k_units[row]):
             continue
@@ -69,7 +70,7 @@ def naive(batch: Batch, pool: str, logit_cap: float) -> tuple[torch.Tensor, torc
         pooled = torch.zeros((shape[1], length), dtype=torch.float64, device=DEVICE)
         largest = 0.0
         for j in range(batch.heads * batch.group):
-            keys = batch.k[0][slots, j // batch.group].double()
+            keys = take(batch.k[0], (slots, j // batch.group)).double()
             products = keys * batch.q[row, j].double() * scale
             logits = products.sum(-1)
             largest = max(largest, float(products.abs().sum(-1).max()))

@@ -17,7 +17,7 @@ SKETCHES = ("fp8", "int8", "int4", "bf16")
 def fresh_planes(batch: Batch, sketch: str | None, mean: bool = False) -> PlaneBuffers:
     planes = PlaneBuffers.allocate(
         PlaneShape(
-            batch.layers, batch.num_pages, batch.page_size, batch.heads, batch.dim, batch.dtype
+            batch.layers, batch.num_pages, batch.page_size, batch.heads, batch.dim, batch.k[0].dtype
         ),
         page_minmax=True,
         page_mean=mean,

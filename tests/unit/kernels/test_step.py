@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole decode steps: all operators together, each implementation, and under a CUDA graph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from sglang_sparse_kernels import (
     Always,
     Attend,
     DecodePlan,
-    KVView,
     Lists,
     PageScore,
     PlaneBuffers,
@@ -84,7 +83,7 @@ class Decoder:
         batch, plan, impl = self.batch, self.plan, self.impl
         batch.fill_plan(plan, self.seq_lens, impl)
         lists = Lists(self.indices, self.counts, plan.request_slots, batch.unit)
-        kv = KVView(batch.k[0], batch.v[0], plan.page_table, batch.page_size)
+        kv = replace(batch.kv, page_table=plan.page_table)
         step = StepContext(batch.q, kv, plan, lists, batch.softmax(), self.out, impl)
         decode_step(self.stages(scores), step)
         update_planes(
@@ -96,11 +95,11 @@ class Decoder:
 STEPS = 4
 
 
-def make_batch(unit: int) -> Batch:
+def make_batch(unit: int, **options: object) -> Batch:
     """A batch that has just decoded ``STEPS + 1`` tokens."""
     batch = Batch(
         [300, 1, 111, 64, 30], unit=unit, group=4, page_size=32, reselect_every=2,
-        refresh_every=3, shared_pages=1, dense_rows=(3,), seed=40 + unit,
+        refresh_every=3, shared_pages=1, dense_rows=(3,), seed=40 + unit, **options,
     )  # fmt: skip
     sparse = batch.req_slots[[0, 2, 4]]
     batch.decode_start[sparse] = (batch.seq_lens[[0, 2, 4]] - STEPS - 1).int()
@@ -114,11 +113,11 @@ def planes_before(batch: Batch, steps: int) -> PlaneBuffers:
 
 
 def run(
-    impl: str, unit: int, scores: list[torch.Tensor] | None = None
+    impl: str, unit: int, scores: list[torch.Tensor] | None = None, **options: object
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Decoder]:
     """(outputs, scores) of every step and the decoder after the last; ``scores`` of another run
     make the selection of both the same."""
-    batch = make_batch(unit)
+    batch = make_batch(unit, **options)
     decoder = Decoder(batch, planes_before(batch, STEPS), impl)
     outputs, computed = [], []
     for step in range(STEPS, -1, -1):

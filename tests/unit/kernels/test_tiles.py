@@ -22,6 +22,7 @@ from sglang_sparse_kernels import (
     tile_score,
     tile_tokens_of,
 )
+from sglang_sparse_kernels.common import take
 
 UNTOUCHED = 12345.0
 # (prefix, new tokens) of each request, page size, heads, group, dim, dtype
@@ -37,13 +38,14 @@ CASES = [
 class Prompts:
     """New tokens of several requests over a paged pool, with their tiles."""
 
-    def __init__(self, case: tuple, **options: object) -> None:
+    def __init__(self, case: tuple, rows: dict | None = None, **options: object) -> None:
+        """``rows`` are options of the batch, ``options`` those of the tiles."""
         spans, page_size, heads, group, dim, dtype = case
         self.prefixes, self.extends = [p for p, _ in spans], [n for _, n in spans]
         lengths = [p + n for p, n in spans]
         self.batch = Batch(
             lengths, page_size=page_size, heads=heads, group=group, dim=dim, dtype=dtype,
-            seed=sum(lengths) + group,
+            seed=sum(lengths) + group, **(rows or {}),
         )  # fmt: skip
         tokens = sum(self.extends)
         fused = torch.full((tokens, heads * group + 3, dim), NAN)
@@ -66,8 +68,7 @@ class Prompts:
     @property
     def kv(self) -> KVView:
         """KV rows, a row of the page table a tile."""
-        batch = self.batch
-        return KVView(batch.k[0], batch.v[0], self.plan.rows.page_table, batch.page_size)
+        return replace(self.batch.kv, page_table=self.plan.rows.page_table)
 
     def slots(self, tile: int, positions: torch.Tensor) -> torch.Tensor:
         size = self.batch.page_size
@@ -133,9 +134,10 @@ def naive_scores(prompts: Prompts, pool: str, cap: float) -> tuple[torch.Tensor,
     pooled = torch.zeros(shape, dtype=torch.float64, device=DEVICE)
     size = torch.zeros_like(pooled)
     for tile, row, position in prompts.queries():
-        keys = batch.k[0][prompts.slots(tile, torch.arange(position + 1, device=DEVICE))].double()
+        seen = prompts.slots(tile, torch.arange(position + 1, device=DEVICE))
+        keys = take(batch.k[0], seen).double()
         for j in range(batch.heads * batch.group):
-            products = keys[:, j // batch.group] * prompts.q[row, j].double() * batch.dim**-0.5
+            products = keys[:, j // batch.group] * prompts.q[row, j].double() * batch.logit_scale
             logits = products.sum(-1)
             if cap:
                 logits = cap * torch.tanh(logits / cap)
@@ -225,11 +227,12 @@ def naive_attention(prompts: Prompts, lists: tuple, dtype: torch.dtype, cap: flo
                 seen = torch.cat((indices[tile, head, : int(counts[tile, head])].long(), own))
             slots = prompts.slots(tile, seen)
             mine = slice(head * batch.group, (head + 1) * batch.group)
-            logits = prompts.q[row, mine].to(dtype) @ batch.k[0][slots, head].to(dtype).T
-            logits = logits * batch.dim**-0.5
+            logits = prompts.q[row, mine].to(dtype) @ take(batch.k[0], (slots, head)).to(dtype).T
+            logits = logits * batch.logit_scale
             if cap:
                 logits = cap * torch.tanh(logits / cap)
-            out[row, mine] = logits.softmax(-1) @ batch.v[0][slots, head].to(dtype)
+            values = take(batch.v[0], (slots, head)).to(dtype)
+            out[row, mine] = logits.softmax(-1) @ values * batch.scales.v
     return out
 
 

@@ -23,7 +23,7 @@ def reachable_pages(side: MemorySide) -> dict[int, int]:
     """Physical page -> rows of it that a request or the tree may read."""
     found: dict[int, int] = {}
     for node in tree_nodes(side.tree):
-        for page in _page_ids(side.page_size, node.value):
+        for page in () if node.evicted else _page_ids(side.page_size, node.value):
             found[page] = side.page_size
     for req in side.live_requests():
         committed = scheduler.committed(req)
@@ -51,9 +51,10 @@ def check_prefix(side: MemorySide, req: Req) -> None:
     side.seen["sparse prefix"] += bool(seen)
 
 
-def _check_branches(side: MemorySide) -> None:
+def check_branches(side: MemorySide) -> None:
+    """Dense KV lies on the trunk, KV that saw sparse attention on a branch that begins with it."""
     for node in tree_nodes(side.tree):
-        saw = [side.saw[slot] for slot in node.value.tolist()]
+        saw = side.seen_by(node)
         if not isinstance(node.key.extra_key, Branch):
             assert not any(saw), "KV that saw sparse attention is in reach of dense requests"
         elif node.parent.key.extra_key != node.key.extra_key:
@@ -75,11 +76,12 @@ def check(side: MemorySide) -> None:
     assert 0 not in reachable, "the padding page was handed out"
     pages = torch.tensor(list(reachable), dtype=torch.int64)
     rows = torch.tensor(list(reachable.values()), dtype=torch.int64)
-    wrong = side.pool.verify_planes(pages, rows)
+    there = side.loaded(pages)
+    wrong = side.pool.verify_planes(pages[there], rows[there])
     assert not wrong, f"planes differ from recomputation: {wrong[:4]}"
     for name, plane in side.pool.planes.tensors().items():
         assert not plane[:, :1].float().isnan().any(), f"{name} of the padding page holds NaN"
-    _check_branches(side)
+    check_branches(side)
     free = side.allocator.available_size() // side.page_size
     assert free + len(reachable) == side.pool.num_pages - 1, "pages lost or owned twice"
 

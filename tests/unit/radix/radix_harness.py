@@ -34,11 +34,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import TreeNode
 from sglang.srt.mem_cache.registry import create_tree_cache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_sparse_kernels.common import Impl
+from sglang_sparse_kernels.common import FP8, Impl
 from sglang_sparse_radix.branches import DENSE, SparseFrom
 from sglang_sparse_radix.planes_spec import PlaneSpec
 
@@ -61,7 +62,9 @@ class MemorySide:
         seed: int = 0,
         disable_radix_cache: bool = False,
         impl: Impl = "torch",
+        build: dict[str, object] | None = None,
     ) -> None:
+        """`build` replaces what the tree is built of."""
         self.page_size = page_size
         self.model_config = model_config
         self.random = torch.Generator().manual_seed(seed)
@@ -79,6 +82,7 @@ class MemorySide:
             page_size=page_size,
             requests=self.requests,
             disable_radix_cache=disable_radix_cache,
+            **(build or {}),
         )
         self.tree = create_tree_cache(context)
         self.allocator = context.params.token_to_kv_pool_allocator
@@ -121,6 +125,7 @@ class MemorySide:
         held = [row[:end].tolist() for row, end in zip(rows, ends.tolist(), strict=True)]
 
         def run() -> None:
+            self.enter_forward(batch, any(starts))
             for row, first, asked in zip(held, starts, sparse, strict=True):
                 self._note(row, first, asked, prefill=prefill)
             for layer in self.layers:
@@ -128,8 +133,25 @@ class MemorySide:
                     layer, KVWriteLoc(slots), self._random_rows(slots), self._random_rows(slots)
                 )
             self.update_planes(page_table, start, ends, int((ends - start).max()))
+            if prefill:
+                self.pool.loads.update_planes()
 
         return run
+
+    # What a host tier does beside; see `host_tier_harness`.
+
+    def take_acknowledged(self) -> None:
+        """Take note of copies that have ended."""
+
+    def load_back(self, req: Req, batch_reqs: list[Req], budget: int) -> bool:
+        """Ask for the part of a request's prefix that is on the host; False if it has to wait."""
+        return True
+
+    def start_loading(self, batch: ScheduleBatch) -> None:
+        """Start the loads that were asked for, for a prefill batch."""
+
+    def enter_forward(self, batch: ScheduleBatch, has_prefix: bool) -> None:
+        """Let a forward pass wait for its loads."""
 
     def _note(self, row: list[int], first: int, sparse: SparseFrom, *, prefill: bool) -> None:
         seen: frozenset[object] = DENSE_KV
@@ -147,8 +169,11 @@ class MemorySide:
         # Magnitudes from tiny to beyond fp8's range, and a zero row now and then.
         scale = 10.0 ** torch.randint(-3, 4, (len(slots), 1, 1), generator=self.random)
         zero = torch.rand((len(slots), 1, 1), generator=self.random) < 0.05
-        rows = torch.randn(shape, generator=self.random) * scale
-        return rows.masked_fill(zero, 0.0).to(self.pool.dtype)
+        rows = (torch.randn(shape, generator=self.random) * scale).masked_fill(zero, 0.0)
+        if self.pool.dtype == FP8:
+            # SGLang's cast turns what is larger into NaN; scales keep keys below.
+            rows = rows.clamp(-448, 448)
+        return rows.to(self.pool.dtype)
 
     # -- scheduler steps -------------------------------------------------------------------------
 
@@ -172,6 +197,7 @@ class MemorySide:
         """One extend batch of at most `chunk_tokens`; a prompt that does not fit is chunked."""
         batch_reqs: list[Req] = []
         budget = chunk_tokens
+        self.take_acknowledged()
         if self.chunked is not None:
             self.chunked.init_next_round_input()
             budget -= self._set_extend(self.chunked, budget)
@@ -181,7 +207,8 @@ class MemorySide:
         while self.waiting and budget > 0 and self.requests.available_size() > len(batch_reqs):
             req = self.waiting[0]
             req.init_next_round_input(self.tree)
-            invariants.check_prefix(self, req)
+            if not self.load_back(req, batch_reqs, budget):
+                break
             scheduler.lock(req, self.tree)
             tokens = self._set_extend(req, budget)
             if not self._fits([*batch_reqs, req]):
@@ -204,6 +231,10 @@ class MemorySide:
             spec_algorithm=SpeculativeAlgorithm.NONE,
             chunked_req=partial[0] if partial else None,
         )
+        self.start_loading(batch)
+        for req in batch_reqs:
+            if req is not self.chunked:
+                invariants.check_prefix(self, req)
         batch.prepare_for_extend()
         for req in partial:
             req.inflight_middle_chunks += 1
@@ -289,6 +320,7 @@ class MemorySide:
             req = self.running.reqs[0]
             self.release(req)
             self._leave_running(req)
+        self.take_acknowledged()
         self.tree.reset()
         self.requests.clear()
         self.allocator.clear()
@@ -328,6 +360,14 @@ class MemorySide:
         """Requests that own a row."""
         reqs = list(self.running.reqs) if self.running is not None else []
         return reqs if self.chunked is None else [*reqs, self.chunked]
+
+    def seen_by(self, node: TreeNode) -> list[frozenset[object]]:
+        """What each token of a node saw."""
+        return [self.saw[slot] for slot in node.value.tolist()]
+
+    def loaded(self, pages: torch.Tensor) -> torch.Tensor:
+        """bool `[n]`, which of `pages` hold what their owner takes them to hold."""
+        return torch.ones(len(pages), dtype=torch.bool)
 
     def check(self) -> None:
         """Planes equal recomputation, no page is lost or owned twice."""

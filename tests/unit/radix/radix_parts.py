@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_context, get_parallel, get_server_args
 
 from sglang_sparse import compat
 from sglang_sparse_kernels.common import Impl
@@ -34,9 +38,9 @@ def asked_for(server_args: object, req: Req) -> SparseFrom:
     return sparse
 
 
-def tiny_model_config(folder: Path) -> ModelConfig:
-    """A real `ModelConfig` of a two-layer Llama shape."""
-    config = {
+def tiny_model_config(folder: Path, **changes: int) -> ModelConfig:
+    """A real `ModelConfig` of a two-layer Llama shape; `changes` replace entries of it."""
+    config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": 4 * DIM,
@@ -48,8 +52,35 @@ def tiny_model_config(folder: Path) -> ModelConfig:
         "max_position_embeddings": 4096,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return ModelConfig(str(folder))
+
+
+@contextmanager
+def configurator_of(
+    model_config: ModelConfig, page_size: int, kv_dtype: torch.dtype = torch.bfloat16
+) -> Iterator[KVCacheConfigurator]:
+    """A `KVCacheConfigurator` with the fields that its pool builders and the cell size read."""
+    kvc = KVCacheConfigurator.__new__(KVCacheConfigurator)
+    layers = model_config.num_hidden_layers
+    fields = scheduler.CONFIGURATOR | {
+        "kv_cache_dtype_str": "auto",
+        "kv_cache_dtype": kv_dtype,
+        "model_config": model_config,
+        "layer_info": SimpleNamespace(num_effective_layers=layers, start_layer=0, end_layer=layers),
+        "device": "cpu",
+        "post_capture_kv_active": False,
+        "page_size": page_size,
+        "use_mla_backend": False,
+        "is_draft_worker": False,
+    }
+    with (
+        get_context().override_server_args(page_size=page_size, device="cpu") as server_args,
+        get_parallel().override(attn_tp_size=1),
+    ):
+        for name, value in (fields | {"server_args": server_args}).items():
+            object.__setattr__(kvc, name, value)
+        yield kvc
 
 
 def make_pool(

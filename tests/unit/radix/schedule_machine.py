@@ -27,6 +27,7 @@ from radix_parts import VOCAB
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_sparse_kernels.common import FP8
 from sglang_sparse_radix.branches import (
     DENSE,
     SparseFrom,
@@ -45,7 +46,7 @@ TENANTS = st.sampled_from((None, None, None, "tenant"))
 RARELY = st.sampled_from((False, False, False, True))
 CHUNKS = (5, 33, 64, 200, 400)
 Mutation = Callable[[MemorySide, UpdatePlanes], UpdatePlanes]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 class Schedules(RuleBasedStateMachine):
@@ -68,8 +69,14 @@ class Schedules(RuleBasedStateMachine):
         sparse_prefill=st.sampled_from((None, 0, 37, 64)),
         sparse_decode=st.sampled_from((-1, 40, 90)),
     )
-    def start(self, page_size, num_pages, spec, dtype, seed, sparse_prefill, sparse_decode):
-        self.side = MemorySide(
+    def start(self, **drawn):
+        self.begin(**drawn)
+
+    def make_side(self, *arguments, **sizes) -> MemorySide:
+        return MemorySide(*arguments, **sizes)
+
+    def begin(self, page_size, num_pages, spec, dtype, seed, sparse_prefill, sparse_decode):
+        self.side = self.make_side(
             self.model_config,
             spec,
             page_size=page_size,

@@ -20,19 +20,21 @@ from sglang_sparse.checks import ATTENTION_RULES
 from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.planes import PageBounds
 from sglang_sparse_radix.planes_spec import PlaneSpec
-from sglang_sparse_radix.radix_cache import (
-    SparseRadixCache,
-    create_sparse_radix_cache,
-    register,
-)
+from sglang_sparse_radix.radix_cache import SparseRadixCache
 from sglang_sparse_radix.refusals import RULES, find_unsupported
+from sglang_sparse_radix.tree_factory import create_sparse_radix_cache, register
 
 P = 16
 
 
 def create(context):
-    tree = compat.current().tree_class()
-    return create_sparse_radix_cache(context, cache_class=tree, sparse_from=asked_for)
+    version = compat.current()
+    return create_sparse_radix_cache(
+        context,
+        cache_class=version.tree_class(),
+        hierarchical_class=version.hierarchical_tree_class,
+        sparse_from=asked_for,
+    )
 
 
 def context(pool=None, **changes):
@@ -51,15 +53,20 @@ def test_the_flag_selects_the_sparse_radix_cache():
 
 def test_registering_twice_is_harmless():
     before = get_radix_cache_factory("sparse")
-    tree = compat.current().tree_class()
-    register(tree, asked_for)
-    register(tree, asked_for)
+    version = compat.current()
+    for _ in range(2):
+        register(version.tree_class(), version.hierarchical_tree_class, asked_for)
     assert get_radix_cache_factory("sparse") is before
 
 
 def test_another_rule_for_sparse_requests_is_not_taken_in_silence():
+    version = compat.current()
     with pytest.raises(ValueError, match="already registered"):
-        register(compat.current().tree_class(), lambda server_args, req: SparseFrom())
+        register(
+            version.tree_class(),
+            version.hierarchical_tree_class,
+            lambda server_args, req: SparseFrom(),
+        )
 
 
 def test_a_disabled_radix_cache_is_what_sglang_builds():
@@ -70,15 +77,13 @@ def test_a_disabled_radix_cache_is_what_sglang_builds():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("enable_hierarchical_cache", True),
         ("enable_lmcache", True),
         ("enable_flexkv", True),
         ("enable_hisparse", True),
         ("disaggregation_mode", "prefill"),
         ("disaggregation_mode", "decode"),
         ("disaggregation_decode_enable_offload_kvcache", True),
-        ("speculative_algorithm", "EAGLE"),
-        ("speculative_algorithm", "NGRAM"),
+        ("speculative_eagle_topk", 4),
         ("dllm_algorithm", "LowConfidence"),
         ("dcp_size", 2),
         ("attn_cp_size", 2),
@@ -136,7 +141,6 @@ def test_unsupported_environment_switches_are_refused(switch):
         ({"is_hybrid_swa": True}, "hybrid sliding-window model"),
         ({"is_hybrid_ssm": True}, "hybrid state-space model"),
         ({"is_dsa": True}, "DeepSeek sparse attention model"),
-        ({"enable_hierarchical_cache": True}, "start without --enable-hierarchical-cache"),
     ],
 )
 def test_unsupported_models_and_builds_are_refused(changes, message):

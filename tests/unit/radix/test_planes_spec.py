@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_sparse_kernels.common import FP8
 from sglang_sparse_kernels.planes import PlaneShape
 from sglang_sparse_radix import PlaneSpec, plane_bytes_per_token
 from sglang_sparse_radix.planes import PageBounds, PageDigest, SketchPlane
@@ -28,9 +29,10 @@ def test_page_size_that_planes_cannot_use_is_refused_in_one_line(page_size):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
-def test_quantised_kv_is_refused_naming_what_is_allowed(dtype):
-    with pytest.raises(ValueError, match=r"bfloat16, float16, float32.*--kv-cache-dtype bfloat16"):
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.uint8])
+def test_other_quantised_kv_is_refused_naming_what_is_allowed(dtype):
+    allowed = r"bfloat16, float16, float32, float8_e4m3fn: .*--kv-cache-dtype bfloat16 or fp8_e4m3"
+    with pytest.raises(ValueError, match=allowed):
         PlaneSpec().validate_kv_dtype(dtype)
 
 
@@ -57,7 +59,7 @@ def test_a_plane_that_two_choices_read_is_kept_once():
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, FP8])
 def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, dtype):
     layers, heads, dim, pages = 3, 2, 64, 8  # whole runs of the sketch
     planes = spec.allocate(PlaneShape(layers, pages, page_size, heads, dim, dtype), "cpu")
@@ -75,14 +77,19 @@ def test_bytes_a_page_and_a_token_are_those_of_the_allocation(spec, page_size, d
 
 
 def test_plane_shares_of_the_kv_pool_are_those_that_the_design_states():
-    kv = 2 * 8 * 128 * 2
-    geometry = {"head_num": 8, "head_dim": 128, "page_size": 64, "kv_dtype": torch.bfloat16}
-    minmax = plane_bytes_per_token(PlaneSpec((PageBounds(),)), num_layers=1, **geometry)
-    sketch = plane_bytes_per_token(PlaneSpec((SketchPlane("fp8"),)), num_layers=1, **geometry)
-    mean = PlaneSpec((PageDigest(32),))
-    assert plane_bytes_per_token(mean, num_layers=1, **geometry) / kv == 1 / 32
-    assert minmax / kv == 1 / 16
-    assert sketch / kv == 1 / 4
+    def share(plane, kv_dtype):
+        geometry = {"head_num": 8, "head_dim": 128, "page_size": 64, "kv_dtype": kv_dtype}
+        kv = 2 * 8 * 128 * kv_dtype.itemsize
+        return plane_bytes_per_token(PlaneSpec((plane,)), num_layers=1, **geometry) / kv
+
+    for plane, beside_bf16, beside_fp8 in (
+        (PageBounds(), 1 / 16, 1 / 16),
+        (PageDigest(32), 1 / 32, 1 / 16),
+        (SketchPlane("fp8"), 1 / 4, 1 / 2),
+        (SketchPlane("int4"), (1 / 2 + 2 / 128) / 4, (1 / 2 + 2 / 128) / 2),
+    ):
+        assert share(plane, torch.bfloat16) == beside_bf16
+        assert share(plane, FP8) == beside_fp8
 
 
 def test_an_uneven_geometry_is_rounded_up():

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from radix_parts import DIM, HEADS, LAYERS, make_pool, scheduler
+from radix_parts import DIM, HEADS, LAYERS, configurator_of, make_pool
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
-from sglang.srt.runtime_context import get_context, get_parallel
 
+from sglang_sparse_kernels.common import FP8, take
 from sglang_sparse_kernels.planes import by_page
 from sglang_sparse_radix.planes import PageBounds, PageDigest, SketchPlane
 from sglang_sparse_radix.planes_spec import PlaneSpec
@@ -37,30 +36,6 @@ def fill(pool, page_table, lengths, seed=0):
             pool.set_kv_buffer(layer, slots, rows[0], rows[1])
     end = torch.tensor(lengths, dtype=torch.int32)
     pool.update_planes(page_table, torch.zeros_like(end), end, max_new_tokens=max(lengths))
-
-
-@pytest.fixture
-def configurator(model_config):
-    """A `KVCacheConfigurator` with the fields that its pool builders and the cell size read."""
-    kvc = KVCacheConfigurator.__new__(KVCacheConfigurator)
-    fields = scheduler.CONFIGURATOR | {
-        "kv_cache_dtype_str": "auto",
-        "kv_cache_dtype": torch.bfloat16,
-        "model_config": model_config,
-        "layer_info": SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
-        "device": "cpu",
-        "post_capture_kv_active": False,
-        "page_size": P,
-        "use_mla_backend": False,
-        "is_draft_worker": False,
-    }
-    with (
-        get_context().override_server_args(page_size=P, device="cpu") as server_args,
-        get_parallel().override(attn_tp_size=1),
-    ):
-        for name, value in (fields | {"server_args": server_args}).items():
-            object.__setattr__(kvc, name, value)
-        yield kvc
 
 
 @pytest.fixture
@@ -103,7 +78,7 @@ def test_unused_pages_hold_zeros_never_nan():
     assert all((plane.float() == 0).all() for plane in pool.planes.tensors().values())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, FP8])
 @pytest.mark.parametrize("sketch", [None, "fp8", "int8", "int4", "bf16"])
 def test_update_makes_planes_equal_recomputation(dtype, sketch):
     spec = PlaneSpec(
@@ -116,20 +91,47 @@ def test_update_makes_planes_equal_recomputation(dtype, sketch):
     assert pool.verify_planes(pages, rows) == []
 
 
-def test_verification_finds_any_single_corrupted_entry():
-    pool = make_pool(ALL, page_size=P, num_pages=4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_verification_finds_any_single_corrupted_entry(dtype):
+    pool = make_pool(ALL, page_size=P, num_pages=4, dtype=dtype)
     page_table = torch.tensor([[2, 4]], dtype=torch.int32)
     fill(pool, page_table, [32])
     pages = torch.tensor([2, 4])
     for name, plane in pool.planes.tensors().items():
         paged = name == "key_sketch"
         entry = by_page(plane[1], P)[0, 4, 0, 0] if paged else plane[1, 4].view(-1)
-        before = entry[3].clone()
-        entry[3] = before + 1
+        high = entry[3:4].view(torch.uint8)[-1:]  # an exponent's upper bits, or an integer's
+        high ^= 0x40
         wrong = pool.verify_planes(pages)
         assert [(w.plane, w.layer, w.page, w.wrong_entries) for w in wrong] == [(name, 1, 4, 1)]
-        entry[3] = before
+        high ^= 0x40
     assert pool.verify_planes(pages) == []
+
+
+def test_keys_and_values_are_stored_divided_by_their_scales_and_planes_hold_what_is_stored():
+    pool = make_pool(
+        PlaneSpec((PageBounds(), SketchPlane("fp8"))), page_size=P, num_pages=4, dtype=FP8
+    )
+    table = torch.tensor([[2, 4]], dtype=torch.int32)
+    rows = 100 * torch.randn((2, 20, HEADS, DIM), generator=torch.Generator().manual_seed(3))
+    slots = table[0].long().repeat_interleave(P)[:20] * P + torch.arange(20) % P
+    for layer_id in range(LAYERS):
+        layer = RadixAttention(HEADS, DIM, 1.0, num_kv_heads=HEADS, layer_id=layer_id)
+        # The pool divides what it is given in place.
+        k, v = rows.bfloat16().clone()
+        pool.set_kv_buffer(layer, slots, k, v, torch.tensor(4.0), torch.tensor(2.0))
+    start, end = torch.tensor([[0], [20]], dtype=torch.int32)
+    pool.update_planes(table, start, end, max_new_tokens=20)
+    assert pool.verify_planes(torch.tensor([2, 4]), torch.tensor([P, 4])) == []
+    assert pool.k_buffer[0].dtype == torch.uint8
+    for buffer, given, scale in (
+        (pool.get_key_buffer(0), rows[0], 4.0),
+        (pool.get_value_buffer(0), rows[1], 2.0),
+    ):
+        stored = take(buffer, slots)
+        assert torch.equal(stored.float(), (given.bfloat16() / scale).to(FP8).float())
+    least = take(pool.get_key_buffer(0), slots[:P]).float().amin(0)
+    assert torch.equal(take(pool.planes.page_min[0], torch.tensor([2]))[0].float(), least)
 
 
 def test_verification_finds_rows_written_without_an_update():
@@ -146,11 +148,12 @@ def test_a_reused_page_forgets_what_its_last_owner_left():
     assert pool.verify_planes(torch.tensor([3]), torch.tensor([5])) == []
 
 
-def test_class_builds_through_sglangs_cuda_path(configurator):
-    pool = configurator._build_mha_kv_pool(
-        max_total_num_tokens=4 * P,
-        mha_pool_class=bind_pool_class(ALL, "torch"),
-    )
+def test_class_builds_through_sglangs_cuda_path(model_config):
+    with configurator_of(model_config, P) as configurator:
+        pool = configurator._build_mha_kv_pool(
+            max_total_num_tokens=4 * P,
+            mha_pool_class=bind_pool_class(ALL, "torch"),
+        )
     assert isinstance(pool, SparseMHATokenToKVPool)
     assert (pool.num_pages, pool.plane_spec, pool.impl) == (5, ALL, "torch")
 
@@ -180,12 +183,15 @@ SOME = replace(ALL, read_by=lambda layer: layer > 0)
 @pytest.mark.parametrize(
     "spec", [ALL, SOME, PlaneSpec((SketchPlane("fp8"),)), PlaneSpec((PageBounds(),))]
 )
-def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, configurator):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, dtype, model_config):
     sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
     sizing.kv_cache_dtype_str = "auto"
-    cell = sizing._compute_cell_size(configurator, LAYERS)
-    cell += extra_cell_bytes(spec, configurator, LAYERS)
-    pool = make_pool(spec, page_size=P, num_pages=15)  # with the padding page whole runs
+    with configurator_of(model_config, P, dtype) as configurator:
+        cell = sizing._compute_cell_size(configurator, LAYERS)
+        cell += extra_cell_bytes(spec, configurator, LAYERS)
+    # With the padding page whole runs.
+    pool = make_pool(spec, page_size=P, num_pages=15, dtype=dtype)
     assert sum(pool.get_kv_size_bytes()) == cell * pool.num_pages * P
 
 
@@ -198,7 +204,6 @@ def test_cell_size_plus_extra_bytes_is_the_memory_that_a_pool_takes(spec, config
         lambda pool, i: pool.get_contiguous_buf_infos(),
         lambda pool, i: pool.set_kv_buffer_prefix_valid(None, i, i, i, i),
         lambda pool, i: pool.finalize_backing(None),
-        lambda pool, i: pool.register_layer_transfer_counter(None),
     ],
 )
 def test_operations_that_would_leave_planes_wrong_are_refused(call):
@@ -226,7 +231,7 @@ def build(**changes):
     ("changes", "message"),
     [
         ({"v_head_dim": 2 * DIM}, "v_head_dim 16 with head_dim 8"),
-        ({"dtype": torch.float8_e4m3fn}, "--kv-cache-dtype resolves to float8_e4m3fn"),
+        ({"dtype": torch.float8_e5m2}, "--kv-cache-dtype resolves to float8_e5m2"),
         ({"quant_method": SimpleNamespace(name="fp4")}, "quantized KV"),
         ({"kv_cache_layout": "page_major_layer_major"}, "--enable-page-major-kv-layout"),
         ({"post_capture_active": True}, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
@@ -281,6 +286,7 @@ def test_no_inherited_writer_or_mover_is_left_unreviewed():
         "maybe_get_custom_mem_pool",
         "post_capture_active",
         "post_capture_backed_bytes",
+        "register_layer_transfer_counter",  # loads from the host: reads wait, planes follow
         "requires_physical_write_loc",
         "set_kv_buffer",  # the forward pass; `update_planes` follows
     }

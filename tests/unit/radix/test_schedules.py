@@ -12,6 +12,7 @@ import torch
 from radix_harness import MemorySide
 from schedule_machine import SPECS, Schedules, run_schedules
 
+from sglang_sparse_kernels.common import computable
 from sglang_sparse_kernels.planes import by_page
 from sglang_sparse_radix import radix_cache
 from sglang_sparse_radix.branches import (
@@ -79,9 +80,9 @@ def keeps_what_the_last_owner_of_a_page_left(side, update):
         update(*arguments)
         for name, plane in planes.tensors().items():
             if name in ("page_min", "page_mean_low"):
-                plane.copy_(torch.minimum(plane, before[name]))
+                plane.copy_(torch.minimum(computable(plane), computable(before[name])))
             elif name in ("page_max", "page_mean_high"):
-                plane.copy_(torch.maximum(plane, before[name]))
+                plane.copy_(torch.maximum(computable(plane), computable(before[name])))
             elif name == "key_sketch":
                 plane[:, :, :, 0] = before[name][:, :, :, 0]
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which speculative decoding is served: chains of SGLang's n-grams, or of a draft model.
+
+The rows of a chain that are accepted are the first ones, and lie where they belong. The first row
+that is not accepted is written again, in the same slot, by the next step. So a page is complete
+only when all of its rows are accepted ones, and then its planes were last computed from these. The
+accepted rows of a tree are moved after verification, and the planes would not follow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sparse import compat
+from sglang_sparse.checks import BACKEND, refuse
+from sglang_sparse.config import SparseConfig
+
+_TREES = "accepted rows of a tree are moved after verification, and planes do not follow"
+
+
+def algorithm(args: Any) -> str | None:
+    """Name of the speculative algorithm in capitals, as SGLang reads it; None without one."""
+    name = getattr(args, "speculative_algorithm", None)
+    return None if name is None else str(name).upper()
+
+
+def check_speculation(args: Any, config: SparseConfig) -> None:
+    """Refuse speculation that planes or lists could not follow.
+
+    Args:
+        args: flags, before or after SGLang resolves them.
+        config: the resolved configuration.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    name = algorithm(args)
+    if name is None:
+        return
+    known = compat.current().SPECULATIVE if compat.is_tested() else ()
+    if name not in known:
+        raise refuse(
+            "--speculative-algorithm",
+            name,
+            " or ".join((*known, "unset")),
+            f"start without it: others are not supported with sglang {compat.sglang_version()}",
+        )
+    if not config.budget.verifies:
+        raise refuse(
+            "--speculative-algorithm",
+            f"{name} with budget.kind={config.budget.kind}",
+            "budgets that draft tokens can share: tokens or fraction",
+            "choose another method, or drop it: where a row stops follows from one query",
+        )
+    if name == "NGRAM" and args.speculative_ngram_max_bfs_breadth != 1:
+        raise refuse(
+            "--speculative-ngram-max-bfs-breadth",
+            args.speculative_ngram_max_bfs_breadth,
+            "1",
+            f"set it to 1: {_TREES}",
+        )
+    if args.speculative_draft_attention_backend == BACKEND:
+        raise refuse(
+            "--speculative-draft-attention-backend",
+            BACKEND,
+            "a dense backend of SGLang, or unset",
+            "drop it: draft models attend densely",
+        )

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every preset beside fp8 KV: with lists that hold everything it answers as a dense fp8 server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from live_server import LiveServer, logprobs, token_ids
+from local import METHODS
+from machine import HAS_GPU
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.timeout(900),
+    # In bf16, answers part at near ties; `tests/gpu` tells those from errors.
+    pytest.mark.skipif(HAS_GPU, reason="tests/gpu asks fp8 servers there"),
+]
+
+Server = Callable[[str], LiveServer]
+Answers = list[tuple[list[int], list[float]]]
+TOKENS = 8
+PICKED = (0, 6, 12)  # of the prompts: three documents, 1003 to 2503 tokens
+CUT = 200  # tokens from the end: the model is sure of what follows a question, not of other text
+
+
+def ask(live: LiveServer, prompts: list[list[int]]) -> Answers:
+    """Greedy tokens of some prompts and their log-probabilities, each alone and cold."""
+    live.flush()
+    answers: Answers = []
+    for picked in PICKED:
+        answer = live.generate([prompts[picked][:-CUT]], TOKENS, ignore_eos=True)
+        answers.append((token_ids(answer)[0], logprobs(answer)))
+    return answers
+
+
+@pytest.fixture(scope="module")
+def dense(server: Server, prompts: list[list[int]]) -> Answers:
+    """What a dense server with fp8 KV says."""
+    return ask(server("dense-fp8"), prompts)
+
+
+@pytest.fixture(scope="module")
+def change(server: Server, prompts: list[list[int]], dense: Answers) -> float:
+    """The largest change of a log-probability that fp8 KV makes on a dense server."""
+    changes = [0.0]
+    for (got, some), (want, others) in zip(dense, ask(server("dense"), prompts), strict=True):
+        for token, other, a, b in zip(got, want, some, others, strict=True):
+            if token != other:
+                break
+            changes.append(abs(a - b))
+    return max(changes)
+
+
+def test_fp8_kv_changes_what_a_dense_server_says(change: float) -> None:
+    assert change > 0.05
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lists_that_hold_everything_give_the_dense_answers(
+    server: Server, prompts: list[list[int]], dense: Answers, change: float, method: str
+) -> None:
+    live = server(f"{method}-fp8")
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    answers = ask(live, prompts)
+    state = live.sparse_state()
+    assert state["kv_cache_dtype"] == "fp8_e4m3"
+    assert state["decode_steps"]["sparse"] - before == len(PICKED) * (TOKENS - 1)
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in dense]
+    # What is read is the same fp8 numbers: far closer than these are to what they stand for. A
+    # sparse prompt is computed in another order, and where that rounds across a boundary of fp8, a
+    # key becomes the next number: rarely, but every later layer and token sees it.
+    near = change / (4 if state["prefill_batches"]["sparse"] else 100)
+    for (_, got), (_, want) in zip(answers, dense, strict=True):
+        assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= near
+    assert bool(state["plane_bytes"]) == (method != "kascade")  # exact scores need none
+    assert state["plane_check"]["pages"] > 0
+    assert state["plane_check"]["wrong"] == 0

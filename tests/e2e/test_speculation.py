@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chains of draft tokens: what is answered, what planes hold, and what a next turn takes over."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from live_server import KERNEL_ERROR, LiveServer, token_ids
+from machine import HAS_GPU
+
+from sglang_sparse import compat
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        not compat.current().SPECULATIVE, reason="refused with this version of SGLang"
+    ),
+]
+
+Server = Callable[[str], LiveServer]
+NAMES = ("page_minmax-chains", "sparcas-chains")
+TOKENS = 24
+DRAFTS = 4
+PAGE = {"page_minmax-chains": 64, "sparcas-chains": 32}
+EVERYTHING = {"custom_params": {"sparse": {"budget": 32768}}}
+DENSE = {"custom_params": {"sparse": {"mode": "dense"}}}
+
+
+def cut(prompts: list[list[int]]) -> list[list[int]]:
+    """Eight prompts on both sides of the 512 tokens from which rows of one server are sparse."""
+    return [prompt[: 500 + 90 * i] for i, prompt in enumerate(prompts[:8])]
+
+
+def ask(live: LiveServer, prompts: list[list[int]], **asked: Any) -> list[dict[str, Any]]:
+    return live.generate(prompts, TOKENS, ignore_eos=True, **asked)
+
+
+@pytest.fixture(scope="module")
+def dense_answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    """What the dense server says to each prompt, without speculation."""
+    return [token_ids(ask(server("dense"), [prompt]))[0] for prompt in cut(prompts)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("asked", [EVERYTHING, DENSE], ids=["everything", "dense"])
+def test_a_full_budget_and_dense_requests_give_the_dense_answers(
+    server: Server, prompts: list[list[int]], dense_answers: list[list[int]], name: str, asked: Any
+) -> None:
+    live = server(name)
+    live.flush()
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    alone = [ask(live, [prompt], **asked)[0] for prompt in cut(prompts)]
+    assert token_ids(alone) == dense_answers
+    together = ask(live, cut(prompts), **asked)
+    assert token_ids(together) == dense_answers
+    sparse = live.sparse_state()["decode_steps"]["sparse"] - before
+    verified = sum(answer["meta_info"]["spec_verify_ct"] for answer in alone)
+    assert sparse >= verified // 2 if asked is EVERYTHING else sparse == 0
+    # The equality means nothing unless drafts were accepted, and others rejected.
+    accepted = [0] * DRAFTS
+    for answer in [*alone, *together]:
+        for count, times in enumerate(answer["meta_info"]["spec_accept_histogram"]):
+            accepted[count] += times
+    assert all(accepted), accepted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planes_are_exact_after_rejected_drafts(
+    server: Server, prompts: list[list[int]], name: str
+) -> None:
+    live = server(name)
+    live.flush()
+    # Answers that fill whole pages, of requests that share a prefix and some that do not.
+    body = [*cut(prompts), cut(prompts)[3][:300] + prompts[9][:200]]
+    live.generate(body, 1)
+    before = live.sparse_state()["plane_check"]["pages"]
+    live.generate(body, 3 * PAGE[name], ignore_eos=True)
+    checked = live.sparse_state()["plane_check"]
+    assert checked["wrong"] == 0
+    # Each answer fills at least two pages of its own.
+    assert checked["pages"] >= before + 2 * len(body)
+
+
+def test_verified_drafts_attend_to_the_list_of_the_first_query(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server("page_minmax-chains")
+    ask(live, cut(prompts))
+    layers = live.sparse_state()["fidelity"]
+    assert len(layers) == 5
+    for layer in layers.values():
+        assert layer["kernel_error"] <= KERNEL_ERROR
+        assert 0.5 < layer["mass"] < 1.0
+    assert live.sparse_state()["step_tokens"] == DRAFTS
+    assert "4 tokens verified a step on the lists of the first" in live.log.read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_two_tokens_are_those_of_plain_sparse_decoding(
+    server: Server, prompts: list[list[int]], name: str
+) -> None:
+    # The prefill gives the first token; the second is the first query of a verification, which
+    # selects and attends as a decode step does.
+    plain = server({"page_minmax-chains": "page_minmax", "sparcas-chains": "sparcas"}[name])
+    live, found = server(name), []
+    for one in (plain, live):
+        one.flush()
+        found.append([token_ids(one.generate([p], 2, ignore_eos=True))[0] for p in prompts[:12]])
+    assert found[0] == found[1]
+
+
+def test_a_dense_turn_takes_over_dense_kv_alone(server: Server, prompts: list[list[int]]) -> None:
+    live = server("page_minmax-chains")
+    live.flush()
+    page = PAGE["page_minmax-chains"]
+    for length, sparse_from in ((600, 600), (300, 511)):
+        prompt = prompts[length % 7][:length]
+        (answer,) = token_ids(live.generate([prompt], 4 * page + 20, ignore_eos=True))
+        turn = [*prompt, *answer, 5, 6, 7]
+        cached = live.generate([turn], 1, **DENSE)[0]["meta_info"]["cached_tokens"]
+        # What was verified before rows are sparse saw dense attention alone.
+        assert cached == min(sparse_from, length + len(answer) - 1) // page * page
+        again = live.generate([turn], 1)[0]["meta_info"]["cached_tokens"]
+        # The last token's own KV is there if it was a draft.
+        assert again - (length + len(answer) - 1) // page * page in (0, page)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="sampling among drafts takes a GPU")
+def test_a_request_that_would_sample_is_refused_on_a_cpu(server: Server) -> None:
+    live = server("sparcas-chains")
+    for sampling in ({}, {"temperature": 0.7}):
+        for stream in (False, True):
+            body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "stream": stream}
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                live.call("/generate", body)
+            assert refused.value.code == 400
+            assert "temperature" in refused.value.read().decode()
+    assert live.generate([[5, 6, 7]], 3, temperature=0.7, top_k=1)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many tokens SGLang's own sizing gives a server of an 8B model, in bf16 and in fp8 KV."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from radix_parts import configurator_of, tiny_model_config
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+
+from sglang_sparse.config import resolve_with_source
+from sglang_sparse.config.model import Geometry
+from sglang_sparse.launch import SparseLaunch, attach
+from sglang_sparse.pools import compute_cell_size
+from sglang_sparse_kernels.common import FP8
+
+PAGE, FREE_BYTES = 64, 40 << 30
+SHAPE = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def tokens_of(tmp_path):
+    """``max_total_num_tokens`` of a preset and KV dtype, as the hooked SGLang computes it."""
+    model = tiny_model_config(tmp_path, **SHAPE)
+
+    def tokens(method: str | None, kv_dtype: torch.dtype) -> int:
+        with configurator_of(model, PAGE, kv_dtype) as kvc:
+            if method is not None:
+                geometry = Geometry.from_hf_config(model.hf_config.to_dict(), name="8b")
+                resolved = resolve_with_source(method, None, geometry)
+                attach(kvc.server_args, SparseLaunch(resolved))
+            sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
+            sizing.kv_cache_dtype_str = kvc.kv_cache_dtype_str
+            original = DefaultPoolConfigurator._compute_cell_size
+            sizing._cell_size = compute_cell_size(original, sizing, kvc, 32)
+            return sizing.calculate_pool_sizes(FREE_BYTES, PAGE).max_total_num_tokens
+
+    return tokens
+
+
+# Planes do not all halve: a sketch holds a byte a channel beside either, a digest is in bf16.
+@pytest.mark.parametrize(
+    ("method", "times"),
+    [
+        (None, 2.0),
+        ("kascade", 2.0),
+        ("page_minmax", 2.0),
+        ("psa", 4.125 / 2.125),
+        ("kascade_sketch", (32 * 4 + 5) / (32 * 2 + 5)),
+        ("sparcas", (32 * 4 + 30) / (32 * 2 + 30)),
+    ],
+)
+def test_fp8_kv_holds_about_twice_as_many_tokens(tokens_of, method, times):
+    wide, narrow = tokens_of(method, torch.bfloat16), tokens_of(method, FP8)
+    assert narrow == pytest.approx(times * wide, abs=2 * PAGE)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which speculation is refused, before and after SGLang resolves the flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.server_args import ServerArgs
+
+from sglang_sparse import compat
+from sglang_sparse.backend.allocate import Heads
+from sglang_sparse.backend.verify import most_queries
+from sglang_sparse.config import ConfigError, SparseConfig, load_preset
+from sglang_sparse.speculation.flags import check_speculation
+
+CONFIG = load_preset("reference", "page_minmax")
+NGRAM: dict[str, Any] = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_ngram_max_bfs_breadth": 1,
+    "speculative_num_draft_tokens": 4,
+}
+only_where_supported = pytest.mark.skipif(
+    not compat.current().SPECULATIVE, reason="refused with this version of SGLang"
+)
+
+
+def flags(**changes: Any) -> ServerArgs:
+    """What SGLang itself would accept as fields; a dummy model is not resolved."""
+    args = ServerArgs(model_path="dummy")
+    for name, value in changes.items():
+        setattr(args, name, value)
+    return args
+
+
+def refused(args: ServerArgs, config: SparseConfig = CONFIG) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_speculation(args, config)
+    return str(error.value)
+
+
+def test_no_speculation_is_fine_under_any_budget() -> None:
+    check_speculation(flags(), load_preset("reference", "psa"))
+    check_speculation(flags(speculative_ngram_max_bfs_breadth=8), CONFIG)
+
+
+@only_where_supported
+@pytest.mark.parametrize("name", ["NGRAM", "ngram"])
+def test_chains_of_ngrams_are_served(name: str) -> None:
+    check_speculation(flags(**NGRAM | {"speculative_algorithm": name}), CONFIG)
+
+
+@only_where_supported
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, ("--speculative-algorithm EAGLE", "NGRAM or unset")),
+        ({"speculative_ngram_max_bfs_breadth": 8}, ("max-bfs-breadth 8", "do not follow")),
+    ],
+)
+def test_what_is_refused_is_named(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    line = refused(flags(**NGRAM | changes))
+    assert all(word in line for word in words), line
+
+
+@only_where_supported
+def test_a_budget_that_ends_by_one_query_is_refused() -> None:
+    line = refused(flags(**NGRAM), load_preset("reference", "psa"))
+    assert "NGRAM with budget.kind=mass" in line
+
+
+def test_an_untested_version_speculates_in_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "is_tested", lambda: False)
+    assert "allowed: unset" in refused(flags(**NGRAM))
+
+
+def test_draft_tokens_and_their_query_heads_have_a_bound() -> None:
+    heads = Heads(query=32, kv=8, dim=128)
+    assert most_queries(flags(), heads) == 1
+    assert most_queries(flags(**NGRAM | {"speculative_num_draft_tokens": 16}), heads) == 16
+    with pytest.raises(ConfigError, match=r"17: .* allowed: 16 or fewer with 4 query heads"):
+        most_queries(flags(**NGRAM | {"speculative_num_draft_tokens": 17}), heads)

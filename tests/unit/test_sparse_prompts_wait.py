@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sparse prompt reads the pool's buffers itself, so it waits for loads from the host itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_sparse.backend.attention import SparseAttentionBackend
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_layer_is_waited_for_before_it_is_read(attends: bool) -> None:
+    said: list[Any] = []
+
+    def read(program: object, q: torch.Tensor, **_: object) -> torch.Tensor:
+        said.append("read")
+        return q
+
+    backend = object.__new__(SparseAttentionBackend)
+    loads = SimpleNamespace(wait=said.append)
+    backend.token_to_kv_pool = SimpleNamespace(loads=loads)
+    backend.extend = SimpleNamespace(batch=object(), run=read)  # type: ignore[assignment]
+    backend._programs = {3: SimpleNamespace(attends=attends)}  # type: ignore[dict-item]
+    dense = SimpleNamespace(forward_extend=lambda *_, **__: said.append("dense"))
+    backend._inner = SimpleNamespace(current=dense)  # type: ignore[assignment]
+    backend._last_layer = 5
+    shape = {"tp_q_head_num": 2, "head_dim": 4, "scaling": 1.0, "logit_cap": 0.0}
+    layer: Any = SimpleNamespace(layer_id=3, **shape)
+    batch: Any = None
+    nothing: Any = None
+    backend.forward_extend(torch.zeros(6, 8), nothing, nothing, layer, batch, save_kv_cache=False)
+    assert said[0] == 3
+    assert said[-1] == "read"
