@@ -28,6 +28,8 @@ TITLES = {
     "rules": "Server flags and environment variables that are not supported",
     "checks": "Server flags and models",
     "backend": "Server flags and models",
+    "bounded": "Server flags and models",
+    "state_pools": "Server flags and models",
     "compat": "Server flags and models",
     "hooks": "Server flags and models",
     "flags": "Flags of this plugin",
@@ -38,6 +40,7 @@ TITLES = {
     "heads": "Rules between the keys of a config",
     "score": "Rules between the keys of a config",
     "budget": "Rules between the keys of a config",
+    "retention": "Rules between the keys of a config",
     "prefill": "Rules between the keys of a config",
     "choices": "Rules between the keys of a config",
     "request_options": "Requests (HTTP status 400)",
@@ -149,7 +152,9 @@ def presets() -> str:
                 _short({key: budget[key] for key in list(budget)[:3]}),
                 _short({k: v for k, v in axes["layers"].items() if k in ("kind", "n", "anchors")}),
                 axes["prefill"]["kind"],
-                f"{config.min_sparse_tokens:,}",
+                "never: holds a bounded number of tokens"
+                if config.retention.bounded
+                else f"{config.min_sparse_tokens:,}",
             )
         )
     heads = ("preset", "score", "budget", "layers", "prefill", "sparse from, tokens")

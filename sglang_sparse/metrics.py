@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_sparse import progress_log
 from sglang_sparse.facts import Facts
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import selecting_launch_of
 
 PREFIX = "sglang_sparse:"
 # Buckets of the share of the visible KV that was attended to.
@@ -156,9 +156,10 @@ def _exporter(reporter: Any) -> Exporter:
 
 
 def _enabled(reporter: Any) -> bool:
+    # Without selections there is nothing to count beside what SGLang does.
     return (
         reporter.current_scheduler_metrics_enabled
-        and launch_of(reporter.scheduler.server_args) is not None
+        and selecting_launch_of(reporter.scheduler.server_args) is not None
     )
 
 

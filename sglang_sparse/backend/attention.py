@@ -10,7 +10,7 @@ is always attended to, so that no selection needs its plane entry yet.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,14 @@ class SparseAttentionBackend(AttentionBackend):
         self._inner.current.on_after_cuda_graph_warmup()
 
     # Planning, once a batch.
+
+    def take_batch(self, reqs: Sequence[Any], forward_batch: ForwardBatch) -> None:
+        """Note what the requests of the batch that is planned next asked for."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode_or_idle() or mode.is_target_verify():
+            self.requests.expect(reqs)
+        else:
+            self.requests.admit(reqs, forward_batch.req_pool_indices)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._inner.init_cuda_graph_state(max_bs, max_num_tokens)

@@ -14,7 +14,16 @@ from sglang_sparse.choices.cadence import StepCadence
 from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, PageSize
 from sglang_sparse.choices.heads.retrieval import RetrievalHeads
 from sglang_sparse.choices.prefill.dense import DensePrefill
-from sglang_sparse.config.axes import Budget, Heads, Layers, Prefill, Score, budget_tokens
+from sglang_sparse.choices.retention.everything import KeepAll
+from sglang_sparse.config.axes import (
+    Budget,
+    Heads,
+    Layers,
+    Prefill,
+    Retention,
+    Score,
+    budget_tokens,
+)
 from sglang_sparse.config.errors import shorten
 
 
@@ -101,6 +110,7 @@ class SparseConfig(Choice):
     budget: Budget
     cadence: StepCadence = StepCadence()
     prefill: Prefill = DensePrefill()
+    retention: Retention = KeepAll()
 
     sink_tokens: int = Field(
         default=16, ge=0, le=MAX_COUNT, description="First tokens, always attended to."
@@ -149,6 +159,7 @@ class SparseConfig(Choice):
 
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
+        self.retention.check(self)
         self._check_page_holds_whole_units()
         self._check_budget_holds_forced_tokens()
         self.heads.check(self)
@@ -193,6 +204,8 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
 
 def preset_hash(config: SparseConfig) -> str:
     """Return 12 hexadecimal digits that change with anything in `config` but its description."""
-    content = config.model_dump(mode="json", exclude={"description"})
+    # A config that holds every token keeps the hash that it had before there was another choice.
+    skipped = {"description"} if config.retention.bounded else {"description", "retention"}
+    content = config.model_dump(mode="json", exclude=skipped)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

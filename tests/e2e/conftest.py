@@ -48,6 +48,7 @@ WHOLE_MASS = {
     "min_sparse_tokens": 64,
     "cadence": {"every": 4},
 }
+BOUNDED = ["--disable-radix-cache"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 CHAINS = [
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
@@ -215,6 +216,22 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    "cascade": ([*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "2048"], {}),
+    # Chunks that end inside of strides.
+    "cascade-chunks": (
+        [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
+        {},
+    ),
+    "cascade-whole": (
+        [
+            *SPARSE,
+            "cascade",
+            *BOUNDED,
+            *("--sparse-config", '{"retention": {"window": 4096, "stride": 1024}}'),
+            *("--chunked-prefill-size", "1024"),
+        ],
+        {},
+    ),
     # One list for all heads, which every layer reads through a map.
     "kascade-heads-everything": (
         [
@@ -255,7 +272,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"], "page_minmax-copies": LAUNCH_SERV
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "copies", "fp8_kv", "host_tier", "lserve"),
+    *("ranks", "kascade", "speculation", "copies", "fp8_kv", "host_tier", "lserve", "cascade"),
 )
 
 

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 HOST_TIER = [*SPARSE, "--enable-hierarchical-cache"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
+CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
 CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
@@ -248,6 +249,30 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
             "page_minmax",
         ],
         ["multiquery", "1 to 16"],
+    ),
+    "states beside a tree": (
+        CASCADE,
+        ["--disable-radix-cache unset", "add --disable-radix-cache", "cascade"],
+    ),
+    "states of two ranks": (
+        [*CASCADE, "--disable-radix-cache", "--tp-size", "2"],
+        ["--tp-size 2", "states of several ranks are not tested yet"],
+    ),
+    "a stride that does not divide the window": (
+        [*CASCADE, "--sparse-config", '{"retention": {"stride": 384}}'],
+        ["--sparse-config", "retention.stride 384 does not divide retention.window 1024"],
+    ),
+    "a window below the sinks": (
+        [*CASCADE, "--sparse-config", '{"retention": {"window": 32, "stride": 32}}'],
+        ["--sparse-config", "retention.window 32 is below retention.sinks 64", "at least 64"],
+    ),
+    "a bounded retention of selections": (
+        [
+            *SPARSE,
+            "--sparse-config",
+            '{"retention": {"kind": "cascade", "window": 512, "stride": 128}}',
+        ],
+        ["--sparse-config", "does not go with retention.kind cascade", "layers none"],
     ),
     "another tree": (
         [*SPARSE, "--radix-cache-backend", "flexkv"],

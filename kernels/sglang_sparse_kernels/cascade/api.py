@@ -41,7 +41,7 @@ def close_strides(
         slots: int32 [R]; below 0 for padding.
         tokens: int32 [R], tokens of each request so far.
         workspace: needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.
@@ -75,7 +75,7 @@ def append_tokens(
         v: the same shape.
         state: of one layer.
         batch: the rows.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
@@ -114,8 +114,8 @@ def cascade_attention(
     positions in the request, so the output is dense attention's.
 
     Args:
-        q: [tokens, H * G, D] before rotation, bf16 or fp16 ("torch" also fp32, fp64); D is 64 or
-            128; any stride between tokens.
+        q: [tokens, H * G, D] before rotation, bf16 or fp16 ("cpu" and "torch" also fp32, fp64), any
+            stride between tokens; D is 64 or 128.
         state: of one layer, which has the new tokens; its scores are rewritten.
         batch: the rows; decoding has one new token a row.
         cos_sin: float32 [positions, D], cosines then sines of each cache position, as SGLang's
@@ -124,7 +124,7 @@ def cascade_attention(
         average: how scores follow from probabilities.
         out: q's shape and dtype, contiguous; every entry is written.
         workspace: needed by "triton" for one new token a row.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.

@@ -151,7 +151,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: kascade|kascade_sketch|lserve|page_minmax|psa|psa_sketch|sparcas|custom",
+            "allowed: cascade|kascade|kascade_sketch|lserve|page_minmax|psa|psa_sketch|sparcas|custom",
         ],
     ),
     ("kaskade", None, ["--sparse-method kaskade: there is no such method", "sparcas|custom"]),
@@ -173,16 +173,25 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         '{"budget": {"fraction": 0.1}}',
         ["budget.fraction is not a key of kind tokens", "kind tokens kind|tokens"],
     ),
-    ("sparcas", '{"budget": {"kind": "part"}}', ["budget.kind is 'part'", "fraction|mass|tokens"]),
+    (
+        "sparcas",
+        '{"budget": {"kind": "part"}}',
+        ["budget.kind is 'part'", "fraction|held|mass|tokens"],
+    ),
     ("sparcas", '{"budget": {"tokens": 0}}', ["budget.tokens is 0", "greater than or equal to 1"]),
     ("sparcas", '{"budget": {"tokens": "9"}}', ["budget.tokens is '9'", "a valid integer"]),
     ("sparcas", '{"budget": 2048}', ["budget is 2048", "budget an object with a kind"]),
     ("sparcas", '{"budget": {"tokens": 99999999999}}', ["less than or equal to 16777216"]),
     ("sparcas", '{"budget": {"tokens": 80}}', ["cannot hold sink_tokens 16", "at least 81"]),
     ("sparcas", '{"budget": {"kind": "fraction"}}', ["budget.fraction is missing"]),
+<<<<<<< HEAD
     ("sparcas", '{"heads": {"kind": "mixed"}}', ["heads.kind is 'mixed'", "retrieval|streaming"]),
     ("sparcas", '{"heads": {"kind": "streaming"}}', ["streaming without heads", "heads.file"]),
     ("sparcas", '{"retention": {"kind": "all"}}', ["retention is not a key"]),
+=======
+    ("sparcas", '{"heads": {"kind": "retrieval"}}', ["heads is not a key", "layers|score|budget"]),
+    ("sparcas", '{"retention": {"kind": "some"}}', ["retention.kind is 'some'", "cascade|all"]),
+>>>>>>> ebe4738
     ("sparcas", '{"prefill": {"tile": 128}}', ["prefill.tile is not a key of kind"]),
     ("sparcas", '{"cadence": {"every": 0}}', ["cadence.every is 0"]),
     ("sparcas", '{"page_size": 48}', ["page_size is 48", "page_size 16|32|64"]),
@@ -196,7 +205,11 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         "{}",
         ["layers is missing, score is missing", "layers with kind anchors|every|first_dense"],
     ),
-    ("custom", '{"budget": {"tokens": 9}}', ["budget.kind is missing", "fraction|mass|tokens"]),
+    (
+        "custom",
+        '{"budget": {"tokens": 9}}',
+        ["budget.kind is missing", "fraction|held|mass|tokens"],
+    ),
     ("kascade", '{"layers": {"anchors": [1, 2]}}', ["layers.anchors [1, 2]", "ascending"]),
     ("kascade", '{"layers": {"anchors": [0, 4, 4]}}', ["layers.anchors [0, 4, 4]", "ascending"]),
     ("kascade", '{"layers": {"anchors": [0, 32]}}', ["[0, 32] are not layers", "from 0 to 31"]),
