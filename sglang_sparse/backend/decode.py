@@ -182,7 +182,8 @@ class DecodeSteps:
             As ``q``.
         """
         pool, out, plan = self._build.pool, torch.empty_like(q), self.plan.dense()
-        kv = KVView(*pool.get_kv_buffer(layer), plan.page_table, pool.page_size, kv_scales)
+        k, v = pool.get_kv_buffer(layer)
+        kv = KVView(k, v, plan.page_table, pool.page_size, kv_scales)
         none = torch.zeros((1, pool.head_num, 1), dtype=torch.int32, device=q.device)
         gathered_decode_attention(
             q, kv, plan, Lists(none, none[..., 0], plan.k_units),

@@ -184,14 +184,9 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
     ("sparcas", '{"budget": {"tokens": 99999999999}}', ["less than or equal to 16777216"]),
     ("sparcas", '{"budget": {"tokens": 80}}', ["cannot hold sink_tokens 16", "at least 81"]),
     ("sparcas", '{"budget": {"kind": "fraction"}}', ["budget.fraction is missing"]),
-<<<<<<< HEAD
     ("sparcas", '{"heads": {"kind": "mixed"}}', ["heads.kind is 'mixed'", "retrieval|streaming"]),
     ("sparcas", '{"heads": {"kind": "streaming"}}', ["streaming without heads", "heads.file"]),
-    ("sparcas", '{"retention": {"kind": "all"}}', ["retention is not a key"]),
-=======
-    ("sparcas", '{"heads": {"kind": "retrieval"}}', ["heads is not a key", "layers|score|budget"]),
     ("sparcas", '{"retention": {"kind": "some"}}', ["retention.kind is 'some'", "cascade|all"]),
->>>>>>> ebe4738
     ("sparcas", '{"prefill": {"tile": 128}}', ["prefill.tile is not a key of kind"]),
     ("sparcas", '{"cadence": {"every": 0}}', ["cadence.every is 0"]),
     ("sparcas", '{"page_size": 48}', ["page_size is 48", "page_size 16|32|64"]),
