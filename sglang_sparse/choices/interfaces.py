@@ -75,8 +75,8 @@ class LayersChoice(Choice, ABC):
     def role(self, layer_id: int) -> Role:
         """Return what layer `layer_id` (global, from 0) does."""
 
-    def calibration_command(self, model: str, method: str) -> str | None:
-        """Return the command that measures such layers for another model, a path; or None."""
+    def how_to_measure(self, model: str, method: str) -> str | None:
+        """Say how such layers are measured for another model, a path; None if nothing is."""
         return None
 
     def check_model(self, model: ModelShape) -> None:
@@ -97,8 +97,8 @@ class HeadsChoice(Choice, ABC):
         """Return the KV heads of layer `layer_id`, both global ids, that stream."""
         return ()
 
-    def calibration_command(self, model: str, method: str) -> str | None:
-        """Return the command that finds such heads of another model, a path; or None."""
+    def how_to_measure(self, model: str, method: str) -> str | None:
+        """Say where such heads of another model, a path, come from; None if nothing is measured."""
         return None
 
     def check(self, point: Point) -> None:

@@ -42,7 +42,7 @@ from sglang_sparse.config.schema import key_sets
 METHOD_FLAG = "--sparse-method"
 CONFIG_FLAG = "--sparse-config"
 CUSTOM = "custom"
-# Axes whose choice is measured on each model, if it says with which command.
+# Axes whose choice is measured on each model, if it says how.
 _MEASURED = ("layers", "heads")
 _SEE = "`sglang-sparse schema` prints every key"
 _REINSTALL = "reinstall sglang-sparse"
@@ -246,7 +246,7 @@ def _base_draft(method: str, geometry: Geometry | None, given: Mapping[str, Any]
 def _measured_axis(config: SparseConfig) -> str:
     """Return the axis whose choice is measured on each model; `layers` if none is."""
     measured = (
-        axis for axis in _MEASURED if getattr(config, axis).calibration_command("", "") is not None
+        axis for axis in _MEASURED if getattr(config, axis).how_to_measure("", "") is not None
     )
     return next(measured, _MEASURED[0])
 
@@ -278,11 +278,9 @@ def _no_preset(method: str, geometry: Geometry | None, flag: str) -> ConfigError
     model = "PATH" if geometry is None else geometry.name
     configs = [_validate(_preset_draft(ref, method, flag, method)) for ref in refs]
     axis = _measured_axis(configs[0])
-    (command, *others) = {
-        getattr(config, axis).calibration_command(model, method) for config in configs
-    }
-    if command is not None and not others:
-        remedy = f"run `{command}`, then use {CONFIG_FLAG} {method}.json"
+    (measure, *others) = {getattr(config, axis).how_to_measure(model, method) for config in configs}
+    if measure is not None and not others:
+        remedy = measure
     else:
         remedy = f"use {METHOD_FLAG} {CUSTOM} with a whole config in {CONFIG_FLAG}"
     return ConfigError(

@@ -204,8 +204,14 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
 
 def preset_hash(config: SparseConfig) -> str:
     """Return 12 hexadecimal digits that change with anything in `config` but its description."""
-    # A config that holds every token keeps the hash that it had before there was another choice.
-    skipped = {"description"} if config.retention.bounded else {"description", "retention"}
+    skipped: dict[str, Any] = {"description": True}
+    # What came later is left out where it is as if it were not there, so that hashes stay.
+    if not config.retention.bounded:
+        skipped["retention"] = True
+    if config.heads == RetrievalHeads():
+        skipped["heads"] = True
+    if getattr(config.score, "select", None) is None:
+        skipped["score"] = {"select"}
     content = config.model_dump(mode="json", exclude=skipped)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

@@ -16,7 +16,7 @@ from typing import Any
 from sglang_sparse.choices.choice import InvalidConfig
 
 _FILE_ALLOWED = "a JSON file of heads, or a TSV of gates with a line a layer and a column a KV head"
-_FILE_REMEDY = "correct heads.file, or measure the heads with `sglang-sparse calibrate lserve`"
+_FILE_REMEDY = "correct heads.file"
 
 Gates = Sequence[Sequence[float]]
 

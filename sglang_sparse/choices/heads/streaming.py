@@ -6,7 +6,6 @@ DuoAttention (arXiv 2410.10819), LServe (arXiv 2502.14866, section 3.3).
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,15 +15,7 @@ from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, Model
 from sglang_sparse.choices.heads._files import read_heads
 from sglang_sparse.choices.interfaces import HeadsChoice, Point
 
-_HEADS_REMEDY = "correct heads.file or heads.streaming, or measure the heads of this model"
-
-
-def heads_command(model: str, method: str = "lserve") -> str:
-    """Return the command that finds the streaming heads of `model`, a path, for `method`."""
-    return (
-        f"sglang-sparse calibrate lserve --model {shlex.quote(model)} "
-        f"--output {method}.json --report {method}-report"
-    )
+_HEADS_REMEDY = "correct heads.file or heads.streaming, or take DuoAttention's gates of this model"
 
 
 class HeadsModel(Choice):
@@ -114,7 +105,7 @@ class StreamingHeads(HeadsChoice):
             raise InvalidConfig(
                 "heads.kind streaming without heads",
                 allowed="heads.file, or heads.streaming with a list for each layer",
-                remedy=f"run `{heads_command('PATH')}`, or set heads.file",
+                remedy="set heads.file, for example to a TSV of DuoAttention's gates of the model",
             )
         for layer, heads in enumerate(self.streaming):
             if len(set(heads)) != len(heads) or any(head < 0 for head in heads):
@@ -132,8 +123,8 @@ class StreamingHeads(HeadsChoice):
     def streams_in(self, layer_id: int) -> tuple[int, ...]:
         return self.streaming[layer_id] if layer_id < len(self.streaming) else ()
 
-    def calibration_command(self, model: str, method: str) -> str:
-        return heads_command(model, method)
+    def how_to_measure(self, model: str, method: str) -> str:
+        return "set heads.file in --sparse-config to a TSV of DuoAttention's gates of the model"
 
     def check(self, point: Point) -> None:
         for key in ("sink", "local"):
@@ -168,7 +159,7 @@ class StreamingHeads(HeadsChoice):
                     )
 
     def check_model(self, model: ModelShape) -> None:
-        remedy = f"{_HEADS_REMEDY}: run `{heads_command(model.name)}`"
+        remedy = _HEADS_REMEDY
         if self.model is not None and not self.model.fits(model):
             raise InvalidConfig(
                 f"the heads are of {self.model.name} ({self.model.num_hidden_layers} layers, "

@@ -91,8 +91,8 @@ class Anchors(LayersChoice):
         assert self.reuse != "identity"
         return next((reuse.heads for reuse in self.reuse if reuse.layer == layer_id), None)
 
-    def calibration_command(self, model: str, method: str) -> str:
-        return calibration_command(model, method)
+    def how_to_measure(self, model: str, method: str) -> str:
+        return f"run `{calibration_command(model, method)}`, then use --sparse-config {method}.json"
 
     def check_model(self, model: ModelShape) -> None:
         recalibrate = f"run `{calibration_command(model.name)}`"

@@ -141,13 +141,13 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "heads.json", {"streaming": SIX, "model": other})
     with pytest.raises(ConfigError, match=r"the heads are of other .*, not of small") as caught:
         config_with({"file": file})
-    assert "run `sglang-sparse calibrate lserve --model small" in str(caught.value)
+    assert "take DuoAttention's gates of this model" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("heads", "parts"),
     [
-        ({}, ["streaming without heads", "calibrate lserve"]),
+        ({}, ["streaming without heads", "set heads.file"]),
         ({"file": "missing.json"}, ["missing.json cannot be read: No such file"]),
         ({"streaming": SIX, "sink": 100}, ["heads.sink 100 is no multiple of page_size 64", "128"]),
         ({"streaming": SIX, "local": 1000}, ["heads.local 1000", "raise heads.local to 1024"]),
@@ -194,14 +194,14 @@ QWEN = Geometry(
 )
 
 
-def test_a_model_whose_heads_nobody_measured_is_refused_with_the_command() -> None:
+def test_a_model_whose_heads_nobody_measured_is_refused_with_what_to_set() -> None:
     for config in (None, '{"budget": {"tokens": 2048}}'):
         with pytest.raises(ConfigError) as caught:
             resolve("lserve", config, QWEN)
         line = str(caught.value)
         assert "it has no preset for qwen (36 layers" in line
         assert "or heads of the model's own in --sparse-config" in line
-        assert "run `sglang-sparse calibrate lserve --model qwen --output lserve.json" in line
+        assert "set heads.file in --sparse-config to a TSV of DuoAttention's gates" in line
 
 
 def test_heads_of_ones_own_take_the_rest_of_the_preset() -> None:
