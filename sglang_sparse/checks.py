@@ -50,6 +50,7 @@ ATTENTION_RULES = (
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
     Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
     Rule("speculative_adaptive", _OFF, "graphs are captured for one number of draft tokens"),
+    Rule("dp_size", (1, None), "copies of the model behind one server are not tested"),
     Rule("nnodes", (1, None), "ranks on several hosts are not tested"),
     Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),
     Rule("smg_grpc_mode", _OFF, "its requests bypass the check of custom_params"),

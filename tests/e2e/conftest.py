@@ -160,16 +160,6 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
     ),
-    # Two copies of the model, each with a scheduler of its own.
-    "page_minmax-copies": (
-        [
-            *SPARSE,
-            "page_minmax",
-            *("--sparse-config", json.dumps(CHOOSY)),
-            *("--dp-size", "2"),
-        ],
-        {},
-    ),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
         [
@@ -268,11 +258,11 @@ CONFIGURATIONS |= {
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 5  # servers at once; each takes most of a GiB
 # Started by a command that users type; the others are forked, which takes a fraction of it.
-COMMANDS = {"sparcas-kept": [SGLANG, "serve"], "page_minmax-copies": LAUNCH_SERVER}
+COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "copies", "fp8_kv", "host_tier", "lserve", "cascade"),
+    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve", "cascade"),
 )
 
 

@@ -179,6 +179,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
+    "copies of the model": ([*SPARSE, "--dp-size", "2"], ["--dp-size", "2", "1"]),
     "ranks on several hosts": (
         [*SPARSE, "--nnodes", "2", "--dist-init-addr", "127.0.0.1:9"],
         ["--nnodes", "2", "1"],
