@@ -19,10 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 from decode_latency import add_arguments, measure_server
@@ -59,7 +59,7 @@ def wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
-        except (urllib.error.URLError, OSError):
+        except (OSError, HTTPException):  # refused, or ended half-way through its start
             time.sleep(1)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
 

@@ -53,4 +53,6 @@ def _value(value: Any) -> str:
         return "given"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"{len(value)} given"
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"{sum(map(len, value))} in {len(value)} layers"
     return str(value)

@@ -26,6 +26,7 @@ class Facts:
         total_kv_heads: KV heads of the model.
         ranks: ranks of tensor parallelism that they are divided over.
         layers: global ids of this rank's layers, by their role in a sparse step.
+        streaming_heads: KV heads of the model that stream, of the layers of each role.
         request_budget: range of a request's budget: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
@@ -53,6 +54,7 @@ class Facts:
     total_kv_heads: int
     ranks: int
     layers: dict[str, list[int]]
+    streaming_heads: dict[str, int]
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]

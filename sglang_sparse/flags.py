@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
+from sglang_sparse.bounded import check_bounded
 from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
@@ -130,9 +131,11 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     check_ranks(
         resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
     )
+    check_bounded(args, resolved)
     check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
-    args.radix_cache_backend = BACKEND
+    if not resolved.config.retention.bounded:
+        args.radix_cache_backend = BACKEND
     return SparseLaunch(resolved)
 
 

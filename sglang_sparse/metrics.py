@@ -14,7 +14,7 @@ from typing import Any
 
 from sglang_sparse import progress_log
 from sglang_sparse.facts import Facts
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import selecting_launch_of
 
 PREFIX = "sglang_sparse:"
 # Buckets of the share of the visible KV that was attended to.
@@ -65,6 +65,7 @@ class Exporter:
         )
         self._seen: dict[tuple[str, str], int] = {}
         self._layers = {role: len(layers) for role, layers in facts.layers.items()}
+        self._streaming = facts.streaming_heads
         self._unit, self._kv_heads = facts.unit, facts.total_kv_heads
         planes = Gauge(
             PREFIX + "plane_bytes",
@@ -107,7 +108,7 @@ class Exporter:
         self._to("dense_fallback_rows", sums["dense_rows"])
         for role, layers in self._layers.items():
             dense = role.startswith("dense")
-            attended = sums["kv_tokens" if dense else "attended_tokens"] * layers
+            attended = sums["kv_tokens"] * layers if dense else self._attended(role, sums)
             if mass is not None and not dense:
                 attended += self._fewer(sums, mass)
             visible = self._to("kv_tokens", sums["kv_tokens"] * layers, role=role)
@@ -130,11 +131,18 @@ class Exporter:
             self._to("plane_reuse_pages", counts["pages"])
             self._to("plane_recomputed_pages", counts["recomputed_pages"])
 
+    def _attended(self, role: str, sums: dict[str, int]) -> int:
+        """What a KV head attended to in the layers of a role, of both kinds of heads the mean."""
+        streaming = self._streaming.get(role, 0)
+        lists = self._layers[role] * self._kv_heads - streaming
+        tokens = sums["attended_tokens"] * lists + sums["window_tokens"] * streaming
+        return tokens // self._kv_heads
+
     def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
         """Tokens that lists which stopped early attended to, less the planned tokens (below 0)."""
         reached = sum(layer["blocks"] for layer in mass.values())
-        planned = sums["selected_units"] * len(mass)
-        return (reached // self._kv_heads - planned) * self._unit
+        lists = len(mass) * self._kv_heads - sum(self._streaming.values())
+        return (reached - sums["selected_units"] * lists) // self._kv_heads * self._unit
 
 
 def _exporter(reporter: Any) -> Exporter:
@@ -148,9 +156,10 @@ def _exporter(reporter: Any) -> Exporter:
 
 
 def _enabled(reporter: Any) -> bool:
+    # Without selections there is nothing to count beside what SGLang does.
     return (
         reporter.current_scheduler_metrics_enabled
-        and launch_of(reporter.scheduler.server_args) is not None
+        and selecting_launch_of(reporter.scheduler.server_args) is not None
     )
 
 

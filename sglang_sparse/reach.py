@@ -29,6 +29,8 @@ def check_reach(resolved: Resolved, context_len: int, pool_tokens: int | None) -
         ConfigError: ``min_sparse_tokens`` is above the longest row.
     """
     config = resolved.config
+    if config.retention.bounded:  # every row is served from its state, whatever its length
+        return
     longest = compat.longest_row(context_len, pool_tokens, config.page_size)
     if config.min_sparse_tokens <= longest:
         return

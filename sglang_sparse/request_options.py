@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sglang_sparse.choices.choice import Choice
+from sglang_sparse.choices.choice import Choice, InvalidConfig
 from sglang_sparse.choices.interfaces import BudgetChoice
 from sglang_sparse.config import ConfigError, SparseConfig
 from sglang_sparse.config.errors import shorten
@@ -74,6 +74,13 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
         asked = _Asked.model_validate(custom_params[KEY])
     except ValidationError as error:
         raise _wrong_shape(error, custom_params[KEY], config) from None
+    try:
+        config.retention.check_request(dense=asked.mode == "dense", budget=asked.budget)
+    except InvalidConfig as error:
+        what = ("mode", asked.mode) if asked.mode == "dense" else ("budget", asked.budget)
+        raise _refused(
+            f"{_WHERE}.{what[0]}", what[1], error.problem, error.allowed, error.remedy
+        ) from None
     if asked.mode == "dense":
         if asked.budget is not None:
             raise _refused(

@@ -50,6 +50,7 @@ from .progressive import (
 from .records import (
     BLOCK_UNITS,
     Always,
+    HeadWindows,
     KVScales,
     KVView,
     Lists,
@@ -97,6 +98,7 @@ __all__ = [
     "ExactScore",
     "ExactWorkspace",
     "FindStop",
+    "HeadWindows",
     "KVScales",
     "KVView",
     "KeySketch",

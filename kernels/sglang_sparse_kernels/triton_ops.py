@@ -54,6 +54,14 @@ class PlanArgs(NamedTuple):
     reselect: torch.Tensor
 
 
+class WindowArgs(NamedTuple):
+    """A :class:`.records.HeadWindows` as kernels take it."""
+
+    streams: torch.Tensor
+    sink: int
+    local: int
+
+
 def overlapping(row_heads: int) -> dict[str, bool]:
     """Launch options of a kernel that calls :func:`begin`, in a batch of so many rows times heads.
 
@@ -160,6 +168,36 @@ def online_softmax(b_s, b_max, b_sum):
 def selects_anew(plan, i_r):
     """Whether row ``i_r`` selects anew at this step."""
     return (tl.load(plan.reselect + i_r) != 0) & (tl.load(plan.k_units + i_r) > 0)
+
+
+@triton.jit
+def is_read(unread, i_list):
+    """Whether any head attends to list ``i_list``; ``unread`` may be None, when all are read."""
+    read = True
+    if unread is not None:
+        read = tl.load(unread + i_list) == 0
+    return read
+
+
+@triton.jit
+def head_tail(windows, streams, seq_len, tail):
+    """(where the tail of a KV head starts, sinks behind it); ``tail`` is where the plan's starts.
+
+    Of a head that ``streams`` the tail is the window, and the sinks follow as if positions went on
+    after the row's end (:func:`tail_positions`).
+    """
+    sink = tl.minimum(windows.sink, seq_len)
+    start = tl.where(streams, tl.maximum(seq_len - windows.local, sink), tail)
+    return start, tl.where(streams, sink, 0)
+
+
+@triton.jit
+def tail_positions(tail, o_n, end, WINDOWS: tl.constexpr):
+    """Positions of the ``o_n``-th tokens of a tail; with ``WINDOWS`` sinks follow its ``end``."""
+    b_pos = tail + o_n
+    if WINDOWS:
+        b_pos = tl.where(b_pos >= end, b_pos - end, b_pos)
+    return b_pos
 
 
 @triton.jit

@@ -103,6 +103,12 @@ HOST_TIER_RULES: tuple[Rule, ...] = (
         ("page_first", "page_first_direct", "layer_first"),
         "other layouts of KV on the host are not tested",
     ),
+    Rule("speculative_algorithm", (None,), "it is not tested with KV in host memory"),
+    Rule(
+        "kv_cache_dtype",
+        ("auto", "bf16", "bfloat16", None),
+        "quantized KV is not tested in host memory",
+    ),
 )
 
 

@@ -10,7 +10,7 @@ is always attended to, so that no selection needs its plane entry yet.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ class SparseAttentionBackend(AttentionBackend):
             config, build, score, budget, first_head=heads.first_kv, probe=self._probe
         )
         counts = compat.resolved(runner.server_args).enable_metrics
-        self.counters = DecodeCounters.of(build) if counts else None
+        self.counters = DecodeCounters.of(build, sum(config.heads.window)) if counts else None
         self.progress: LayerCounters | None = budget.counters
         self.decode = DecodeSteps(
             config, build, budget, self._programs, self.requests, table, self.counters
@@ -137,6 +137,14 @@ class SparseAttentionBackend(AttentionBackend):
         self._inner.current.on_after_cuda_graph_warmup()
 
     # Planning, once a batch.
+
+    def take_batch(self, reqs: Sequence[Any], forward_batch: ForwardBatch) -> None:
+        """Note what the requests of the batch that is planned next asked for."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode_or_idle() or mode.is_target_verify():
+            self.requests.expect(reqs)
+        else:
+            self.requests.admit(reqs, forward_batch.req_pool_indices)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._inner.init_cuda_graph_state(max_bs, max_num_tokens)
@@ -198,9 +206,14 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            out = self._inner.current.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if self._outdoes_inner:
+                check_keywords(layer, kwargs)
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                out = self._inner.current.forward_decode(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
@@ -253,17 +266,26 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            batch = forward_batch
-            if self._inner.name == "torch_native":
-                batch = as_extend(batch, self.decode.queries)
-            out = self._inner.current.forward_extend(
-                q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if self._outdoes_inner:
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                batch = forward_batch
+                if self._inner.name == "torch_native":
+                    batch = as_extend(batch, self.decode.queries)
+                out = self._inner.current.forward_extend(
+                    q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
             self.decode.update_planes()
         return out
+
+    @property
+    def _outdoes_inner(self) -> bool:
+        """Whether layers of this batch attend to everything through the operators."""
+        return self.variant == "sparse" and not self._inner.sparse_steps
 
     def _write(
         self,
@@ -285,12 +307,12 @@ class SparseAttentionBackend(AttentionBackend):
     def _run(
         self,
         run: Callable[..., torch.Tensor],
-        program: LayerProgram,
+        what: LayerProgram | int,
         q: torch.Tensor,
         layer: RadixAttention,
     ) -> torch.Tensor:
         out = run(
-            program,
+            what,
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,

@@ -19,9 +19,22 @@ _BATCH = -1  # the plan's counts hold for every selecting layer alike
 class DecodeCounters:
     """Sums over decode steps, and the last of their snapshots that reached the host."""
 
-    def __init__(self, *, unit: int, capacity_units: int, impl: Impl, device: torch.device) -> None:
-        """All zeros. ``unit`` in tokens, ``capacity_units`` as the lists have it."""
-        self._add = partial(count_decode, unit=unit, capacity_units=capacity_units, impl=impl)
+    def __init__(
+        self,
+        *,
+        unit: int,
+        capacity_units: int,
+        window: int = 0,
+        impl: Impl,
+        device: torch.device,
+    ) -> None:
+        """All zeros. ``unit`` and ``window`` in tokens, ``capacity_units`` as the lists have it.
+
+        ``window`` is what a streaming head sees.
+        """
+        self._add = partial(
+            count_decode, unit=unit, capacity_units=capacity_units, window=window, impl=impl
+        )
         self._sums = LayerCounters(COUNTS, (_BATCH,), device)
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(len(COUNTS), dtype=torch.int64, pin_memory=on_gpu)
@@ -30,10 +43,12 @@ class DecodeCounters:
         self.changed = False
 
     @classmethod
-    def of(cls, build: Build) -> DecodeCounters:
-        """Counters of one server."""
-        capacity = build.limits.capacity_units
-        return cls(unit=build.unit, capacity_units=capacity, impl=build.impl, device=build.device)
+    def of(cls, build: Build, window: int) -> DecodeCounters:
+        """Counters of one server, whose streaming heads see ``window`` tokens."""
+        return cls(
+            unit=build.unit, capacity_units=build.limits.capacity_units, window=window,
+            impl=build.impl, device=build.device,
+        )  # fmt: skip
 
     def count(self, plan: DecodePlan, budgets: torch.Tensor) -> None:
         """Add one decode step; runs where the plan was made, on the forward stream."""

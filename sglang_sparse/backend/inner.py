@@ -41,11 +41,14 @@ class InnerBackends:
     Attributes:
         name: its name in SGLang.
         variant: the variant that the current batch is planned for.
+        sparse_steps: whether it attends in the dense layers of sparse steps. SGLang's own for a CPU
+            copies K and V a token at a time, and would take most of the step.
     """
 
     def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
         """``name`` is a backend of SGLang, or ``auto``."""
         self.name = backend_name(name, impl)
+        self.sparse_steps = not (impl == "cpu" and name == "auto")
         self.variant: Variant = "dense"
         self._build = partial(ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()

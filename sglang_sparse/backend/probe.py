@@ -80,6 +80,7 @@ class FidelityProbe:
         exact, over_list = (
             torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab"
         )
+        windows = lists.windows
         attend = partial(
             gathered_decode_attention, q, kv, lists=lists, softmax=step.softmax, impl="torch"
         )
@@ -93,12 +94,18 @@ class FidelityProbe:
             pooled = step.softmax.logits(products).softmax(-1).mean(1)  # [heads, length]
             list_row = int(lists.rows[row])
             for head in range(kv.num_heads):
-                units = lists.indices[list_row, head, : int(lists.counts[list_row, head])].long()
-                within = torch.arange(lists.unit, device=q.device)
-                tokens = (units[:, None] * lists.unit + within).flatten()
-                tokens = tokens[tokens < tail]
-                after = pooled[head, tail:].sum()
-                best = pooled[head, :tail].topk(min(len(tokens), tail)).values.sum()
+                first = tail  # of what is attended to in any case
+                if windows is not None and windows.streams[head]:
+                    first = length
+                    tokens = windows.positions(length)
+                else:
+                    count = int(lists.counts[list_row, head])
+                    units = lists.indices[list_row, head, :count].long()
+                    within = torch.arange(lists.unit, device=q.device)
+                    tokens = (units[:, None] * lists.unit + within).flatten()
+                    tokens = tokens[tokens < tail]
+                after = pooled[head, first:].sum()
+                best = pooled[head, :first].topk(min(len(tokens), first)).values.sum()
                 sums.mass += float(pooled[head, tokens].sum() + after)
                 sums.oracle_mass += float(best + after)
                 group = slice(

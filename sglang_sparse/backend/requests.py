@@ -107,10 +107,5 @@ def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs
     """AFTER hook on ``ForwardBatch.init_new``: the last place that sees the batch's requests."""
     sparse = launch_of(model_runner.server_args) is not None and not model_runner.is_draft_worker
     if sparse and batch.reqs:
-        table: RequestTable = model_runner.attn_backend.requests
-        mode = result.forward_mode
-        if mode.is_decode_or_idle() or mode.is_target_verify():
-            table.expect(batch.reqs)
-        else:
-            table.admit(batch.reqs, result.req_pool_indices)
+        model_runner.attn_backend.take_batch(batch.reqs, result)
     return result

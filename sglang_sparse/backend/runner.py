@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import compat
-from sglang_sparse.backend.allocate import Heads
+from sglang_sparse.backend.heads import Heads
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, launch_of
@@ -60,6 +60,12 @@ def check_runner(runner: ModelRunner) -> None:
             "models with the plain MHA KV pool",
             f"this model's pool is {type(pool).__name__}: serve it dense",
         )
+    check_layers(runner)
+
+
+def check_layers(runner: ModelRunner) -> None:
+    """Refuse, with a ConfigError, models whose layers attend otherwise than the pool expects."""
+    pool, path = runner.token_to_kv_pool, runner.server_args.model_path
     expected = set(range(pool.start_layer, pool.end_layer))
     layers = compat.attention_layers(runner.model)
     attending = {layer.layer_id for layer in layers}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,15 @@ from sglang_sparse_kernels.attend import make_workspace
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.planes import PageCuboids
-from sglang_sparse_kernels.records import Always, KVScales, KVView, Lists, Scores, make_scores
+from sglang_sparse_kernels.records import (
+    Always,
+    HeadWindows,
+    KVScales,
+    KVView,
+    Lists,
+    Scores,
+    make_scores,
+)
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace
 from sglang_sparse_kernels.step import Stage
 from sglang_sparse_radix.planes import CuboidPlane
@@ -40,6 +48,19 @@ class Limits:
     rows_a_pass: int
     lists: int
     queries: int = 1
+
+
+@dataclass(frozen=True)
+class HeadKinds:
+    """KV heads of this rank that stream. By global layer id; a layer without any is left out.
+
+    Attributes:
+        windows: of layers that attend to a selection, the heads that attend to a window instead.
+        unread: of selecting layers, int32 [lists], 1 for a list that no head of any layer reads.
+    """
+
+    windows: dict[int, HeadWindows] = field(default_factory=dict)
+    unread: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Columns:
@@ -112,6 +133,7 @@ class Build:
         layers: global ids of the selecting layers.
         limits: capacities.
         columns: state of requests.
+        kinds: heads that stream.
         lists: what layers write and read.
         scores, topk, attention: scratch, sized for the largest pass.
     """
@@ -124,6 +146,7 @@ class Build:
     layers: tuple[int, ...]
     limits: Limits
     columns: Columns
+    kinds: HeadKinds
     lists: SelectionLists
     scores: Scores
     topk: TopkWorkspace
@@ -142,13 +165,14 @@ class Build:
         layers: tuple[int, ...],
         limits: Limits,
         columns: Columns,
+        kinds: HeadKinds,
         sets: int,
     ) -> Build:
         """Allocate the buffers that every choice reads; for the arguments see the attributes."""
         rows, device = limits.rows_a_pass, columns.device
         slots = columns.request_slots
         return cls(
-            pool, impl, query_heads, unit, always, layers, limits, columns,
+            pool, impl, query_heads, unit, always, layers, limits, columns, kinds,
             lists=SelectionLists(
                 limits, sets=sets, unit=unit, request_slots=slots, device=device
             ),
@@ -170,6 +194,10 @@ class Build:
         """Return ``workspace``, after adding its bytes to those of this server's state."""
         self._scratch.append(tensor_bytes(workspace))
         return workspace
+
+    def scores_of(self, layer: int) -> Scores:
+        """Where ``layer`` scores, and which of its lists are read."""
+        return replace(self.scores, unread=self.kinds.unread.get(layer))
 
     def planes(self, layer: int, *names: str) -> tuple[torch.Tensor | None, ...]:
         """The planes of ``layer``, a global id, by name; None for those that are not kept."""
@@ -200,6 +228,7 @@ class LayerProgram:
         indices, counts: the lists that it writes, if it selects, and reads.
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
         k, v: [slots, kv_heads, head_dim], as they are stored.
+        windows: KV heads that read no list; None if every head reads one.
     """
 
     layer: int
@@ -210,6 +239,7 @@ class LayerProgram:
     head_map: torch.Tensor | None
     k: torch.Tensor
     v: torch.Tensor
+    windows: HeadWindows | None = None
 
     @property
     def attends(self) -> bool:
@@ -222,7 +252,7 @@ class LayerProgram:
 
     def read(self, rows: torch.Tensor, unit: int) -> Lists:
         """The layer's lists, as rows of a batch write and read them."""
-        return Lists(self.indices, self.counts, rows, unit, self.head_map)
+        return Lists(self.indices, self.counts, rows, unit, self.head_map, self.windows)
 
 
 def tensor_bytes(value: object) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from sglang_sparse.choices.cadence import StepCadence
-from sglang_sparse.choices.choice import Choice, ModelShape
+from sglang_sparse.choices.choice import Choice, InvalidConfig, ModelShape
 from sglang_sparse.choices.role import Role
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.telemetry import LayerCounters
+    from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
     from sglang_sparse_kernels.records import KVScales
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import CuboidPlane, Plane
@@ -33,7 +34,22 @@ class Point(Protocol):
     def recent_tokens(self) -> int: ...
 
     @property
+    def page_size(self) -> int: ...
+
+    @property
+    def layers(self) -> LayersChoice: ...
+
+    @property
     def score(self) -> ScoreChoice: ...
+
+    @property
+    def budget(self) -> BudgetChoice: ...
+
+    @property
+    def prefill(self) -> PrefillChoice: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
 
     @property
     def cadence(self) -> StepCadence: ...
@@ -46,9 +62,14 @@ class Point(Protocol):
 
 
 class LayersChoice(Choice, ABC):
-    """Which layers select, and which attend to the selection of another layer."""
+    """Which layers select, and which attend to the selection of another layer.
+
+    Attributes:
+        selects: whether some layer does.
+    """
 
     kind: str
+    selects: ClassVar[bool] = True
 
     @abstractmethod
     def role(self, layer_id: int) -> Role:
@@ -62,10 +83,36 @@ class LayersChoice(Choice, ABC):
         """Refuse, with `InvalidConfig`, a model that these layers do not fit."""
 
 
+class HeadsChoice(Choice, ABC):
+    """Which KV heads attend to what is selected, and which to sinks and a local window."""
+
+    kind: str
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last tokens that a streaming head sees; nothing to one that selects."""
+        return (0, 0)
+
+    def streams_in(self, layer_id: int) -> tuple[int, ...]:
+        """Return the KV heads of layer `layer_id`, both global ids, that stream."""
+        return ()
+
+    def calibration_command(self, model: str, method: str) -> str | None:
+        """Return the command that finds such heads of another model, a path; or None."""
+        return None
+
+    def check(self, point: Point) -> None:
+        """Refuse, with `InvalidConfig`, a config that these heads cannot be part of."""
+
+    def check_model(self, model: ModelShape) -> None:
+        """Refuse, with `InvalidConfig`, a model that these heads do not fit."""
+
+
 class ScoreChoice(Choice, ABC):
     """How a unit of the context is scored for a query.
 
     Attributes:
+        selects: it is for layers that select.
         has_cuboids: a plane bounds each unit's keys by a cuboid, so that an estimator of the
             residual mass can ask for it.
         tile_pool: how tiles of prompt tokens pool this score over query heads: those of one KV
@@ -73,6 +120,7 @@ class ScoreChoice(Choice, ABC):
     """
 
     kind: str
+    selects: ClassVar[bool] = True
     has_cuboids: ClassVar[bool] = False
 
     @property
@@ -83,6 +131,11 @@ class ScoreChoice(Choice, ABC):
     @abstractmethod
     def unit(self) -> int:
         """Tokens that are selected together."""
+
+    @property
+    def unit_key(self) -> str:
+        """The key that says how many tokens are selected together."""
+        return "kind"
 
     @property
     def refresh_steps(self) -> int:
@@ -139,15 +192,19 @@ class BudgetChoice(Choice, ABC):
     """How much is selected.
 
     Attributes:
+        selects: it is for layers that select.
         key: the key that a request's budget replaces.
         list_key: the key with the smallest number of tokens that a list holds.
+        stops_by_attending: whether a list's length shows only when its own head attends to it.
         verifies: whether draft tokens may share a list that it fills.
     """
 
     kind: str
+    selects: ClassVar[bool] = True
     verifies: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
+    stops_by_attending: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -219,6 +276,50 @@ class BudgetRun(Protocol):
 
     def plan(self, request_slots: torch.Tensor) -> None:
         """Gather the state of a batch's request slots (int64 [rows]), once for all its layers."""
+
+
+class RetentionChoice(Choice, ABC):
+    """Which tokens of a request are held.
+
+    Attributes:
+        bounded: a request holds a number of tokens that does not grow with its length. Then no
+            layer selects: each attends to everything that is held.
+    """
+
+    kind: str
+    bounded: ClassVar[bool] = False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that a request holds; None for any number."""
+        return None
+
+    def check(self, point: Point) -> None:
+        """Refuse, with `InvalidConfig`, a config that it cannot be part of."""
+        axes = (
+            ("layers", point.layers.kind, point.layers.selects),
+            ("score", point.score.kind, point.score.selects),
+            ("budget", point.budget.kind, point.budget.selects),
+        )
+        for axis, kind, selects in axes:
+            if selects == self.bounded:
+                needed = "layers none, score none and budget held if what is held is bounded"
+                raise InvalidConfig(
+                    f"{axis}.kind {kind} does not go with retention.kind {self.kind}",
+                    allowed=f"{needed}, and none of these else",
+                    remedy=f"change {axis} or retention, or start from a preset",
+                )
+
+    def check_request(self, *, dense: bool, budget: float | None) -> None:
+        """Refuse, with `InvalidConfig`, what a request asks for and this cannot give."""
+
+    def shape(self) -> CascadeShape:
+        """Return what a request holds, for the kernels; of a bounded retention alone."""
+        raise NotImplementedError
+
+    def average(self) -> AttentionAverage:
+        """Return how scores follow from attention, for the kernels; as `shape`."""
+        raise NotImplementedError
 
 
 class PrefillChoice(Choice, ABC):

@@ -87,9 +87,11 @@ from sglang_sparse.compat.models import (
     kv_scales,
     longest_row,
     read_model_config,
+    rotary_embeddings,
     serves_responses,
     sliding_window,
     tensor_group,
+    writes_kv_in_rope,
 )
 from sglang_sparse.compat.protocol import Hook, HookKind, SGLangVersion
 from sglang_sparse.compat.signatures import differences
@@ -113,6 +115,7 @@ __all__ = [
     "longest_row",
     "read_model_config",
     "resolved",
+    "rotary_embeddings",
     "serves_responses",
     "sglang_version",
     "sliding_window",
@@ -121,6 +124,7 @@ __all__ = [
     "tested_versions",
     "untested_warning",
     "verify_hooks",
+    "writes_kv_in_rope",
 ]
 
 _VERSIONS: dict[str, SGLangVersion] = {"0.5.17": v0517, "0.5.23": v0523}

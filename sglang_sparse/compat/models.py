@@ -94,6 +94,34 @@ def attention_layers(model: Any) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, RadixAttention)]
 
 
+def rotary_embeddings(model: Any) -> list[Any] | None:
+    """The distinct rotary embeddings of attention layers; None if a layer has none.
+
+    Seam: models keep a layer's as ``rotary_emb`` beside its ``RadixAttention``, which they get from
+    ``layers/rotary_embedding/factory.py: get_rope``.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if any(isinstance(child, RadixAttention) for child in module.children()):
+            rope = getattr(module, "rotary_emb", None)
+            if rope is None:
+                return None
+            found[id(rope)] = rope
+    return list(found.values())
+
+
+def writes_kv_in_rope(model: Any) -> bool:
+    """True for models that may write K and V inside their RoPE kernel, past the backend.
+
+    Seam: ``models/utils.py: enable_fused_set_kv_buffer``, which their modules import.
+    """
+    import sys
+
+    return hasattr(sys.modules[type(model).__module__], "enable_fused_set_kv_buffer")
+
+
 def kv_scales(layer: Any) -> tuple[float, float]:
     """What a layer's stored keys and values are multiplied by; 1 where the checkpoint says nothing.
 

@@ -8,6 +8,8 @@ from sglang_sparse.choices.budget.fraction import FractionBudget
 from sglang_sparse.choices.budget.mass import MassBudget
 from sglang_sparse.choices.budget.tokens import TokenBudget
 from sglang_sparse.choices.cadence import StepCadence
+from sglang_sparse.choices.heads.retrieval import RetrievalHeads
+from sglang_sparse.choices.heads.streaming import HeadsCalibration, HeadsModel, StreamingHeads
 from sglang_sparse.choices.layers.anchors import (
     Anchors,
     Calibration,
@@ -46,15 +48,19 @@ __all__ = [
     "FirstDense",
     "FractionBudget",
     "Geometry",
+    "HeadsCalibration",
+    "HeadsModel",
     "KeySketch",
     "MassBudget",
     "PageMean",
     "PageMinMax",
     "PresetRef",
     "Resolved",
+    "RetrievalHeads",
     "Reuse",
     "SparseConfig",
     "StepCadence",
+    "StreamingHeads",
     "TilePrefill",
     "TokenBudget",
     "available_methods",

@@ -45,7 +45,7 @@ def documents(prompts: list[list[int]]) -> list[list[int]]:
     return [*found, *([7 + i, *prompt[1:]] for i, prompt in enumerate(found))]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "ranks"])
 def test_an_evicted_prompt_answers_as_one_that_stayed(
     server: Server, prompts: list[list[int]], method: str
 ) -> None:

@@ -323,11 +323,12 @@ def test_the_gpu_checks_pass_on_right_servers_and_list_what_is_wrong(
     check_method(right, "sparcas", live.url, ids, dense, graphs=False)
     assert right.failures == []
     assert right.checked >= 4 * len(ids)
-    assert right.facts["sparcas"] == {"decode_graphs": "off", "overlap": False}
+    told = {"decode_graphs": "off", "overlap": False, "kv_cache_dtype": "float32"}
+    assert right.facts["sparcas"] == told
     # Answers of other prompts, and a server without graphs.
     other = [Answer(a.tokens, a.logprobs, a.top) for a in reversed(dense[0])]
     check_method(wrong, "sparcas", live.url, ids, (other, dense[1]), graphs=True)
-    told = "\n".join(wrong.failures)
-    assert "sparcas, full budget: prompt 0 parts at token" in told
-    assert "sparcas: decode graphs are off" in told
-    assert "sparcas: the overlap scheduler is off" in told
+    failures = "\n".join(wrong.failures)
+    assert "sparcas, full budget: prompt 0 parts at token" in failures
+    assert "sparcas: decode graphs are off" in failures
+    assert "sparcas: the overlap scheduler is off" in failures

@@ -28,5 +28,7 @@ def arguments(method: str) -> list[str]:
 
 HOST_TIER_SERVERS = {
     **{f"host-{method}": ([*arguments(method), *SMALL], VERIFY) for method in METHODS},
+    # Each rank has a host tier of its own.
+    "host-ranks": ([*arguments("page_minmax"), *SMALL, "--tp", "2"], VERIFY),
     "roomy-page_minmax": (arguments("page_minmax"), VERIFY),
 }

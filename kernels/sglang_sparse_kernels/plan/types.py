@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device-side description of one decode batch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -181,6 +181,11 @@ class DecodePlan:
         if batch_size > self.num_rows:
             raise ValueError(f"batch of {batch_size} rows does not fit a plan of {self.num_rows}")
         return self.part(slice(0, batch_size))
+
+    def dense(self) -> "DecodePlan":
+        """The same rows, none of which selects: all attend to everything."""
+        none = torch.zeros_like(self.seq_lens)
+        return replace(self, tail_start=none, k_units=none, reselect=none, refresh=none)
 
     def part(self, rows: slice) -> "DecodePlan":
         """A view of the rows in ``rows``."""

@@ -34,7 +34,8 @@ def rank_units(
     """Put selected units in the order in which they are attended to (PSA section 3.2, line 6).
 
     Units that are always selected come first, ascending. The others follow by score; of two equal
-    scores the lower index comes first. Rows with reselect 0 keep their lists.
+    scores the lower index comes first. Rows with reselect 0 keep their lists, and so does every
+    list that is not read.
 
     Args:
         scores: R rows, as :func:`sglang_sparse_kernels.select_topk` read them.
@@ -56,12 +57,12 @@ def rank_units(
     check_dtype("selected", selected, torch.int32)
     check_contiguous("selected", selected)
     if impl != "triton":
-        rank_units_reference(scores.values, plan, selected, ranking, always=always)
+        rank_units_reference(scores, plan, selected, ranking, always=always)
         return
     scores.check_triton()
     from .rank_kernel import rank_units_triton
 
-    rank_units_triton(scores.values, plan, selected, ranking, always=always)
+    rank_units_triton(scores, plan, selected, ranking, always=always)
 
 
 def residual_bounds(
@@ -88,7 +89,8 @@ def residual_bounds(
         bounds: float32 [R, H, G, max_units] ("torch" also float64), contiguous: largest q.k that a
             unit may hold, for each query head (:func:`sglang_sparse_kernels.page_bounds`).
         scores: R rows, as :func:`rank_units` read them.
-        plan: R rows; tail_start, k_units and reselect are read. Rows with reselect 0 keep theirs.
+        plan: R rows; tail_start, k_units and reselect are read. Rows with reselect 0 keep theirs,
+            and so do lists that are not read.
         ranking: from :func:`rank_units`.
         always: as there.
         microbatch: tokens between two stop checks.
@@ -115,7 +117,7 @@ def residual_bounds(
         raise ValueError(f"out holds {out.shape[3]} stop checks, these lists take {checks}")
     if impl != "triton":
         residual_bounds_reference(
-            bounds, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
+            bounds, scores, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
             margin=margin, out=out,
         )  # fmt: skip
         return
@@ -124,7 +126,7 @@ def residual_bounds(
     from .rank_kernel import residual_bounds_triton
 
     residual_bounds_triton(
-        bounds, scores.values, plan, ranking, always=always, microbatch=microbatch,
+        bounds, scores, plan, ranking, always=always, microbatch=microbatch,
         softmax=softmax, margin=margin, out=out,
     )  # fmt: skip
 
@@ -158,7 +160,8 @@ def progressive_decode_attention(
     The KV head stops at the first stop check at which the group's share is at least its row's
     epsilon, or at the end of its list. At epsilon 1 it stops only at the end of the list. Units
     after the stop have no effect on the result. A row with k_units 0 has an empty list; with
-    tail_start 0 it is dense.
+    tail_start 0 it is dense. A streaming head of the ranking's ``windows``, in a row that selects,
+    attends to its sinks and window. It is complete with that, and is not counted.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is

@@ -137,6 +137,7 @@ def _find_stop(
 @triton.jit
 def _check_stop(
     rows,
+    windows,
     out,
     reached,
     expected,
@@ -171,7 +172,7 @@ def _check_stop(
     b_min = tl.load(out.min_block + o_w, mask=m_w, other=float("inf"))
     i_r, candidates = i_rh // L.H, tl.load(candidate_counts + i_rh)
     _tail, _tokens, prologue, total, units, first_units, _forced = row_plan(
-        rows, i_r, candidates, L
+        rows, windows, i_rh, candidates, L
     )
     _first_tiles, _chunk_tiles, first_chunks, batches, _tiles = chunk_plan(prologue, total, L)
     chunks = first_chunks + batches
@@ -241,6 +242,7 @@ def _merge(chunks, out, i_rh, i_d, stop, L: tl.constexpr, C: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=SLICES)
 def progressive_finish_kernel(
     rows,
+    windows,
     chunks,
     progress,
     reached,
@@ -271,16 +273,17 @@ def progressive_finish_kernel(
         if (extended > attended) | (stop < attended):
             if extended > attended:
                 stop, _chunks = _check_stop(
-                    rows, chunks, reached, expected, request_slots, epsilons, residual, checks_held,
-                    progress.candidates, counters, i_rh, extended, i_d == 0, L, C, True,
+                    rows, windows, chunks, reached, expected, request_slots, epsilons, residual,
+                    checks_held, progress.candidates, counters, i_rh, extended, i_d == 0, L, C,
+                    True,
                 )  # fmt: skip
             if L.OUTPUT:
                 _merge(chunks, out, i_rh, i_d, stop, L, C)
     else:
         if i_d == 0:
             stop, most = _check_stop(
-                rows, chunks, reached, expected, request_slots, epsilons, residual, checks_held,
-                progress.candidates, counters, i_rh, attended, True, L, C, False,
+                rows, windows, chunks, reached, expected, request_slots, epsilons, residual,
+                checks_held, progress.candidates, counters, i_rh, attended, True, L, C, False,
             )  # fmt: skip
             # One more, lest sums that are rounded elsewhere should fall a little short there.
             latest = tl.where(stop > attended, tl.minimum(stop + 1, most), attended)

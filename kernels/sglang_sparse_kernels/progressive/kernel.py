@@ -84,6 +84,7 @@ def progressive_attend_kernel(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     k_units,
@@ -104,8 +105,10 @@ def progressive_attend_kernel(
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(request_slots + o_r // L.H).to(tl.int64) * L.H + o_r % L.H
     b_expected = tl.maximum(tl.load(expected + i_e), 1)
-    b_candidates = candidate_units(k_units, rows.list_rows, ranked, o_r, ranking.capacity, L.H)
-    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, o_r // L.H, b_candidates, L)
+    b_candidates = candidate_units(
+        k_units, rows.list_rows, ranked, windows, o_r, ranking.capacity, L.H
+    )
+    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, windows, o_r, b_candidates, L)
     b_first_tiles, _, b_first_chunks, b_batches, b_all = chunk_plan(b_prologue, b_total, L)
     b_taken = tl.minimum(b_expected, b_batches)
     b_tiles = tl.minimum(b_first_tiles + b_taken * L.BATCH_TILES, b_all)
@@ -118,8 +121,9 @@ def progressive_attend_kernel(
         tl.store(attended + o_r, b_first_chunks + b_taken, mask=m_r)
         tl.store(candidates + o_r, b_candidates, mask=m_r)
     attend_split(
-        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, ranking, out, L, T
-    )
+        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, windows, ranking, out,
+        L, T,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -127,6 +131,7 @@ def progressive_extend_kernel(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     attended,
@@ -143,7 +148,7 @@ def progressive_extend_kernel(
     b_candidates = tl.load(candidates + o_r, mask=m_r, other=0)
     b_more = tl.load(extended + o_r, mask=m_r, other=0) - b_attended
     b_tiles = b_more * L.BATCH_TILES
-    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, ranking, out, L, T)
+    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, windows, ranking, out, L, T)
 
 
 def progressive_decode_attention_triton(
@@ -171,11 +176,12 @@ def progressive_decode_attention_triton(
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
         Queries(q, q.stride(0), kv.logits(softmax).scale_log2, softmax.logit_cap),
-        kv.args, rows, Ranking(ranking.indices, ranking.capacity), chunks,
+        kv.args, rows, ranking.window_args, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
+    progress = Progress(w.attended, w.extended, w.stop, w.candidates)
     check = (
-        rows, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
-        state.expected, plan.request_slots, stop.epsilons, stop.residual,
+        rows, ranking.window_args, chunks, progress, state.reached, state.expected,
+        plan.request_slots, stop.epsilons, stop.residual,
         0 if stop.residual is None else stop.residual.shape[3], out, state.counters,
     )  # fmt: skip
     slices = 0 if out is None else dim // CHANNELS

@@ -49,8 +49,8 @@ def select_topk(
     The domain of a row is its first ``ceil(tail_start / unit)`` units. Units that start before
     ``sink`` tokens, and units from ``max(0, tail_start - recent) // unit`` on, rank first. The
     others rank by score; of two equal scores the lower index wins. The list holds logical unit
-    indices, ascending. Rows with reselect 0 keep their lists. A row with reselect != 0 and k_units
-    0 gets a count of 0.
+    indices, ascending. Rows with reselect 0 keep their lists, and so does every list that is not
+    read. A row with reselect != 0 and k_units 0 gets a count of 0.
 
     Args:
         scores: R rows, as a score operator or :func:`find_block_max` left them; entries past the
@@ -69,10 +69,10 @@ def select_topk(
     scores.check(plan.num_rows, lists.indices.shape[1])
     lists.check_written(rows)
     if impl == "torch":
-        select_topk_reference(scores.values, plan, lists, always=always)
+        select_topk_reference(scores, plan, lists, always=always)
         return
     if impl == "cpu":
-        select_topk_cpu(scores.values, plan, lists, always=always)
+        select_topk_cpu(scores, plan, lists, always=always)
         return
     scores.check_triton()
     if workspace is None:

@@ -71,6 +71,7 @@ def bounds_kernel(
     between,
     state,
     domain,
+    unread,
     width,
     between_held,
     most_between,
@@ -78,7 +79,7 @@ def bounds_kernel(
     TILE: tl.constexpr,
 ):
     """Find two scores between which the k-th best score of a streamed row most likely lies."""
-    streamed, tokens, n, k = streamed_row(domain, S)
+    streamed, tokens, n, k = streamed_row(domain, unread, S)
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         p_scores, p_list = scores + i_rh * width, between + i_rh * between_held

@@ -129,6 +129,7 @@ def select_topk_kernel(
     block_max,
     block_list,
     domain,
+    unread,
     list_rows,
     out_indices,
     out_counts,
@@ -140,7 +141,7 @@ def select_topk_kernel(
     begin()
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H
     # All that is needed of the row's plan is loaded at once, so that no load waits for another.
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         tl.store(out_counts + i_l, k)
@@ -226,8 +227,8 @@ def select_topk_triton(
         split_topk_triton(scores, lists, domain, held, workspace, splits)
         return
     select_topk_kernel[(count,)](
-        scores.values, scores.block_max, workspace.blocks, domain, lists.rows, lists.indices,
-        lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
+        scores.values, scores.block_max, workspace.blocks, domain, scores.unread, lists.rows,
+        lists.indices, lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
         S=constants(held), num_warps=warps, **overlapping(count),
     )  # fmt: skip
     if width > tile_units and (

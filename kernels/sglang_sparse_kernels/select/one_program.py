@@ -32,9 +32,9 @@ def is_streamed(n, k, S: tl.constexpr):
 
 
 @triton.jit
-def streamed_row(domain, S: tl.constexpr):
+def streamed_row(domain, unread, S: tl.constexpr):
     """(whether this program's row is streamed, its tokens, units and budget)."""
-    reselected, tokens, n, k = row_budget(domain, tl.program_id(0) // S.H, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     return reselected & (k > 0) & is_streamed(n, k, S), tokens, n, k
 
 
@@ -175,6 +175,7 @@ def stream_topk_kernel(
     block_list,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -183,7 +184,7 @@ def stream_topk_kernel(
     TILE: tl.constexpr,
 ):
     """Rows that the splits did not finish, by one program each."""
-    streamed, tokens, n, k = streamed_row(domain, S)
+    streamed, tokens, n, k = streamed_row(domain, unread, S)
     i_rh = tl.program_id(0).to(tl.int64)
     if streamed & (tl.load(state + i_rh * S.COLUMNS + DONE) == 0):
         i_l = tl.load(list_rows + tl.program_id(0) // S.H).to(tl.int64) * S.H + i_rh % S.H

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_ops import FLOAT32_MAX
+from ..triton_ops import FLOAT32_MAX, is_read
 
 # A search guesses scores that need not exist, which is cheap, until few scores are left or for this
 # many steps.
@@ -44,11 +44,15 @@ class Held(NamedTuple):
 
 
 @triton.jit
-def row_budget(domain, i_r, UNIT: tl.constexpr):
-    """(whether row ``i_r`` selects anew, tokens of its domain, units of it, units to select)."""
-    reselected = tl.load(domain.reselect + i_r) != 0
+def row_budget(domain, unread, S: tl.constexpr):
+    """(whether this program's list is selected anew, tokens of its domain, units of that, budget).
+
+    Programs are those of rows and lists.
+    """
+    i_r = tl.program_id(0) // S.H
+    reselected = (tl.load(domain.reselect + i_r) != 0) & is_read(unread, tl.program_id(0) % S.H)
     tokens = tl.load(domain.tail_start + i_r)
-    n = tl.cdiv(tokens, UNIT)
+    n = tl.cdiv(tokens, S.UNIT)
     k = tl.minimum(tl.minimum(tl.load(domain.k_units + i_r), n), domain.capacity)
     return reselected, tokens, n, k
 

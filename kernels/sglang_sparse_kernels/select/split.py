@@ -159,6 +159,7 @@ def candidates_kernel(
     candidate_units,
     state,
     domain,
+    unread,
     list_rows,
     out_counts,
     width,
@@ -170,7 +171,7 @@ def candidates_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     # All that is needed of the row's plan is loaded at once, so that no load waits for another.
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         if i_s == 0:
@@ -292,6 +293,7 @@ def winners_kernel(
     block_list,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -303,7 +305,7 @@ def winners_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     p_found = state + i_rh * S.COLUMNS + CANDIDATES
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     # [SPLITS]
     b_found = tl.load(p_found + tl.arange(0, P.SPLITS))
@@ -358,11 +360,12 @@ def split_topk_triton(
     found = (workspace.candidate_scores, workspace.candidate_units)
     # Programs that start while scores are being written would take room from the writers.
     candidates_kernel[(rows * heads, splits)](
-        scores.values, scores.block_max, *found, workspace.state, domain, lists.rows, lists.counts,
-        width, scores.block_max.shape[2], **shapes, num_warps=CANDIDATES_WARPS,
+        scores.values, scores.block_max, *found, workspace.state, domain, scores.unread,
+        lists.rows, lists.counts, width, scores.block_max.shape[2],
+        **shapes, num_warps=CANDIDATES_WARPS,
     )  # fmt: skip
     winners_kernel[(rows * heads, splits)](
-        scores.values, *found, workspace.blocks, workspace.state, domain, lists.rows,
-        lists.indices, width, workspace.blocks.shape[2],
+        scores.values, *found, workspace.blocks, workspace.state, domain, scores.unread,
+        lists.rows, lists.indices, width, workspace.blocks.shape[2],
         **shapes, num_warps=WINNERS_WARPS, **overlapping(rows * heads),
     )  # fmt: skip

@@ -104,6 +104,7 @@ def partition_kernel(
     between,
     state,
     domain,
+    unread,
     width,
     between_held,
     most_between,
@@ -111,7 +112,7 @@ def partition_kernel(
     P: tl.constexpr,
 ):
     """Count a split's units above the bounds; list the scores between them, and count them."""
-    streamed, tokens, n, _ = streamed_row(domain, S)
+    streamed, tokens, n, _ = streamed_row(domain, unread, S)
     if streamed:
         i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
         forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
@@ -180,6 +181,7 @@ def threshold_kernel(
     between,
     state,
     domain,
+    unread,
     between_held,
     most_between,
     min_slots,
@@ -191,7 +193,7 @@ def threshold_kernel(
 
     Takes the rows whose lists fill more than ``min_slots`` slots and at most ``SIZE``.
     """
-    streamed, _, _, k = streamed_row(domain, S)
+    streamed, _, _, k = streamed_row(domain, unread, S)
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         p_state = state + i_rh * S.COLUMNS
@@ -236,6 +238,7 @@ def write_kernel(
     scores,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -243,7 +246,7 @@ def write_kernel(
     P: tl.constexpr,
 ):
     """Write a split's winners behind those of the splits before it."""
-    streamed, tokens, n, _ = streamed_row(domain, S)
+    streamed, tokens, n, _ = streamed_row(domain, unread, S)
     i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_state = state + i_rh * S.COLUMNS
     if streamed & (tl.load(p_state + DONE) != 0):
@@ -288,26 +291,27 @@ def stream_topk_triton(
     shapes = {"S": constants(held), "P": constants(StreamSplit(STREAM_SPLITS, TILE_UNITS, CHUNK))}
     splits = (rows * heads, STREAM_SPLITS)
     bounds_kernel[splits[:1]](
-        scores.values, between, state, domain, width, between_held,
+        scores.values, between, state, domain, scores.unread, width, between_held,
         min(MOST_LISTED, STREAM_SPLITS * max(most_between, CHUNK)),
         S=shapes["S"], TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS,
     )  # fmt: skip
     partition_kernel[splits](
-        scores.values, between, state, domain, width, between_held, most_between,
+        scores.values, between, state, domain, scores.unread, width, between_held, most_between,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     min_slots = -1
     for most, registers in ((FEW_LISTED, FEW_REGISTERS), (MOST_LISTED, MOST_REGISTERS)):
         threshold_kernel[splits[:1]](
-            between, state, domain, between_held, most_between, min_slots,
+            between, state, domain, scores.unread, between_held, most_between, min_slots,
             **shapes, SIZE=most, num_warps=SEARCH_WARPS, maxnreg=registers,
         )  # fmt: skip
         min_slots = most
     write_kernel[splits](
-        scores.values, state, domain, lists.rows, lists.indices, width,
+        scores.values, state, domain, scores.unread, lists.rows, lists.indices, width,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     stream_topk_kernel[splits[:1]](
-        scores.values, between, state, domain, lists.rows, lists.indices, width, between_held,
+        scores.values, between, state, domain, scores.unread, lists.rows, lists.indices, width,
+        between_held,
         S=shapes["S"], TILE=STREAM_UNITS, num_warps=STREAM_WARPS,
     )  # fmt: skip

@@ -31,6 +31,8 @@ from .types import StepContext
 class PageScore:
     """Largest q.k over a cuboid of each logical page: its bounds, or its cuboid-mean digest.
 
+    Units of the step's lists may be several logical pages.
+
     Attributes:
         pages: cuboids of this layer's logical pages.
         reduce: how the query heads of a group are joined.
@@ -45,8 +47,9 @@ class PageScore:
         """Score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         page_minmax_score(
-            step.first_q, self.pages, step.plan, reduce=self.reduce, out=out, impl=step.impl
-        )
+            step.first_q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce, out=out,
+            impl=step.impl,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,10 @@ class BoundResidual:
         rows, stop = step.plan.num_rows, self.stop
         bounds = self.bounds[:rows]
         assert stop.residual is not None
-        page_bounds(step.q, self.pages, step.plan, out=bounds, impl=step.impl)
+        page_bounds(
+            step.q, self.pages, step.plan, unit=step.lists.unit, out=bounds,
+            unread=self.scores.unread, impl=step.impl,
+        )  # fmt: skip
         residual_bounds(
             bounds, self.scores.rows(rows), step.plan, replace(step.lists, counts=self.ranked),
             always=stop.always, microbatch=stop.microbatch, softmax=step.kv.logits(step.softmax),

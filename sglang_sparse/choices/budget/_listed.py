@@ -33,7 +33,7 @@ class ListRun:
         from sglang_sparse_kernels.step import Attend, Select
 
         build = self._build
-        select = Select(build.scores, build.always, build.topk)
+        select = Select(build.scores_of(layer), build.always, build.topk)
         return [select, Attend(build.attention)] if attends else [select]
 
     def plan(self, request_slots: torch.Tensor) -> None:

@@ -34,6 +34,7 @@ class MassBudget(BudgetChoice):
 
     key: ClassVar[str] = "epsilon"
     list_key: ClassVar[str] = "cap"
+    stops_by_attending: ClassVar[bool] = True
     verifies: ClassVar[bool] = False  # where a row stops follows from one query
 
     kind: Literal["mass"] = "mass"
@@ -124,7 +125,7 @@ class MassBudget(BudgetChoice):
             raise InvalidConfig(
                 f"budget.microbatch {self.microbatch} is no whole number of units of {point.unit}",
                 allowed=f"budget.microbatch a multiple of {point.unit}, at most 128",
-                remedy="raise budget.microbatch, or lower score.logical_page",
+                remedy=f"raise budget.microbatch, or lower score.{point.score.unit_key}",
             )
         if self.cap > MOST_RANKED_UNITS * point.unit:
             raise InvalidConfig(
@@ -250,15 +251,14 @@ class MassRun:
         expected = build.columns.add(
             f"expected.{layer}", (build.pool.head_num,), torch.int32, _EXPECTED_AT_FIRST
         )
-        stages: list[Stage] = [Rank(build.scores, build.always, build.topk, self._selected, ranked)]
+        scores = build.scores_of(layer)
+        stages: list[Stage] = [Rank(scores, build.always, build.topk, self._selected, ranked)]
         plane = self._score.cuboids(bound=self._choice._bounds) if self._choice._estimates else None
         if plane is not None:
             assert self._cuboid_bounds is not None
             pages = build.cuboids(layer, plane)
             margin = self._choice.margin
-            stages.append(
-                BoundResidual(pages, build.scores, margin, ranked, self._cuboid_bounds, stop)
-            )
+            stages.append(BoundResidual(pages, scores, margin, ranked, self._cuboid_bounds, stop))
         last_stage = AttendUntil if attends else FindStop
         stages.append(last_stage(stop, ranked, expected, self.counters.row(layer), self._workspace))
         return stages

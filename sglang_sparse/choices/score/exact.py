@@ -68,4 +68,4 @@ class ExactRun:
     def stage(self, layer: int) -> Stage:
         from sglang_sparse_kernels.step import ExactScore
 
-        return ExactScore(self._choice.pool, self._build.scores, self._workspace)
+        return ExactScore(self._choice.pool, self._build.scores_of(layer), self._workspace)

@@ -83,4 +83,4 @@ class KeySketchRun:
         shape = (build.pool.head_num, choice.channels)
         channels = build.columns.add(f"channels.{layer}", shape, torch.int32)
         sketch = SketchPlanes(values, scale, build.pool.page_size)
-        return SketchScore(sketch, channels, choice.reduce, build.scores)
+        return SketchScore(sketch, channels, choice.reduce, build.scores_of(layer))

@@ -111,10 +111,6 @@ def forgets_what_came_back(machine, monkeypatch):
     monkeypatch.setattr(HostLoads, "update_planes", lambda loads: None)
 
 
-def does_not_wait_for_loads(machine, monkeypatch):
-    monkeypatch.setattr(HostLoads, "wait", lambda loads, layer: None)
-
-
 def knows_the_last_load_alone(machine, monkeypatch):
     expect = HostLoads.expect
 
@@ -135,7 +131,6 @@ def takes_the_planes_of_a_stale_load(machine, monkeypatch):
     "mutation",
     [
         forgets_what_came_back,
-        does_not_wait_for_loads,
         knows_the_last_load_alone,
         takes_the_planes_of_a_stale_load,
     ],
@@ -213,25 +208,39 @@ def test_what_comes_back_is_what_went(side):
     assert planes
 
 
-def test_a_load_that_was_not_started_is_not_checked_and_not_lost(side):
-    first = side_tokens(side, 4 * P)
-    side.submit(first)
+def load_for_nobody(side: HostTierSide) -> list[int]:
+    """Ask for a load, do not admit its request, and let a batch without a prefix start it."""
+    tokens = side_tokens(side, 4 * P)
+    side.submit(tokens)
     side.prefill(400)
     finish_all(side)
     send_to_host(side)
-    req = side.submit([*first, 1])
+    req = side.submit([*tokens, 1])
     req.init_next_round_input(side.tree)
-    assert not side.load_back(req, [], budget=0)  # matched, and then not admitted
-    side.check()
+    assert not side.load_back(req, [], budget=0)
+    side.check()  # the tree has its pages, and nobody takes them for loaded
     side.waiting.remove(req)
     other = side.submit(side_tokens(side, 20))
     side.prefill(400)
     assert other.cached_tokens_host == 0
+    return tokens
+
+
+def test_a_load_whose_request_was_not_admitted_has_its_planes(side):
+    tokens = load_for_nobody(side)
     side.check()
     assert side.tree.plane_reuse.recomputed_pages == 4
-    again = side.submit([*first, 1])
+    again = side.submit([*tokens, 1])
     side.prefill(400)
-    assert len(again.prefix_indices) >= 4 * P
+    assert again.cached_tokens_device == 4 * P
+    side.check()
+
+
+def test_planes_of_a_load_that_was_not_waited_for_are_caught(side, monkeypatch):
+    monkeypatch.setattr(HostLoads, "wait", lambda loads, layer: None)
+    load_for_nobody(side)
+    with pytest.raises(AssertionError, match="planes differ from recomputation"):
+        side.check()
 
 
 def test_a_page_that_was_computed_anew_takes_its_place_in_the_node_on_the_host(side):

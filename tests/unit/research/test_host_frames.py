@@ -102,9 +102,7 @@ def test_layers_are_looked_up_one_after_the_other() -> None:
 
 def test_the_committed_table_is_that_of_the_committed_rows() -> None:
     found = json.loads((REPORT / "frames.json").read_text())
-    table = host_frames.table(found)
-    assert (REPORT / "table.md").read_text() == table
-    assert table in (ROOT / "docs" / "host-memory.md").read_text()
+    assert host_frames.table(found) in (ROOT / "docs" / "host-memory.md").read_text()
     assert {row["preset"] for row in found["rows"]} == set(host_frames.PRESETS)
 
 
@@ -115,13 +113,13 @@ def test_the_command_measures_and_prints_a_table(
     arguments = ["--model", str(configs_dir() / "reference" / "model"), "--out", str(out)]
     arguments += ["--length", "512", "--texts", "1", "--steps", "3", "--answers", "1"]
     monkeypatch.setattr(
-        sys, "argv", ["host_frames", *arguments, "--presets", "sparcas", "page_minmax", "kascade"]
+        sys, "argv", ["host_frames", *arguments, "--presets", "page_minmax", "kascade"]
     )
     host_frames.main()
     found = json.loads(out.read_text())
     assert found["traces"]["text"] == {"requests": 1, "steps": 3}
     blocks = {(row["trace"], row["preset"], row["block"]) for row in found["rows"]}
-    assert ("text", "sparcas", 1) in blocks
+    assert ("text", "kascade", 1) in blocks
     assert ("answers", "page_minmax", 16) in blocks
     for row in found["rows"]:
         rates = list(row["frames"].values())
