@@ -8,7 +8,8 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from live_server import MODEL, base_args
+from live_server import base_args
+from refused_models import MODELS
 from start_driver import outcomes_of
 
 from sglang_sparse import compat
@@ -22,33 +23,6 @@ CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
 CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
-LLAMA: dict[str, Any] = json.loads((MODEL / "config.json").read_text())
-MLA = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 64,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-}
-MISTRAL = {
-    **LLAMA,
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "sliding_window": 512,
-}
-WIDE = {**LLAMA, "head_dim": 96}
-TEMPERED = {**LLAMA, "attn_temperature_len": 1024}
-MULTIQUERY = {**LLAMA, "num_attention_heads": 32, "num_key_value_heads": 1}
-SHALLOW = {**LLAMA, "num_hidden_layers": 5}
 GEOMETRY = {
     "name": "other",
     "num_hidden_layers": 4,
@@ -341,15 +315,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     (tmp / "damaged.json").write_text('{"layers": ')
     (tmp / "gates.tsv").write_text("0.5\t0.5\t0.5\t0.5\n" * 5)
     (tmp / "large.tsv").write_text("0.5\t0.5\t0.5\t1.5\n" * 6)
-    models = {
-        "mla": MLA,
-        "mistral": MISTRAL,
-        "wide": WIDE,
-        "multiquery": MULTIQUERY,
-        "shallow": SHALLOW,
-        "tempered": TEMPERED,
-    }
-    for name, config in models.items():
+    for name, config in MODELS.items():
         (tmp / name).mkdir()
         (tmp / name / "config.json").write_text(json.dumps(config))
     lines = {name: flags for name, (flags, _) in REFUSALS.items()}
