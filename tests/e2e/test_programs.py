@@ -106,7 +106,7 @@ def test_the_latency_client_measures_a_running_server(
     server: Callable[[str], LiveServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live, out = server("sparcas"), tmp_path / "latency.json"
-    monkeypatch.setattr(decode_latency, "LONG", 24)
+    monkeypatch.setattr(decode_latency, "LONG", 64)
     line = ["decode_latency.py", "--base-url", live.url, "--label", "sparcas", "--out", str(out)]
     line += ["--contexts", "300", "--batches", "2", "--separate", "200x2", "--vocab", "1000"]
     monkeypatch.setattr(sys, "argv", [*line, "--repeats", "1"])
