@@ -28,6 +28,8 @@ TITLES = {
     "rules": "Server flags and environment variables that are not supported",
     "checks": "Server flags and models",
     "backend": "Server flags and models",
+    "bounded": "Server flags and models",
+    "state_pools": "Server flags and models",
     "compat": "Server flags and models",
     "hooks": "Server flags and models",
     "flags": "Flags of this plugin",
@@ -35,8 +37,10 @@ TITLES = {
     "reach": "Methods, presets and config files",
     "config": "Rules between the keys of a config",
     "layers": "Rules between the keys of a config",
+    "heads": "Rules between the keys of a config",
     "score": "Rules between the keys of a config",
     "budget": "Rules between the keys of a config",
+    "retention": "Rules between the keys of a config",
     "prefill": "Rules between the keys of a config",
     "choices": "Rules between the keys of a config",
     "request_options": "Requests (HTTP status 400)",
@@ -126,7 +130,7 @@ def configuration() -> str:
             given = " (the default)" if part.get("default", {}).get("kind") == kind else ""
             lines += [f"**`{kind}`**{given}: {_intro(definition)}", "", *_keys(definition, schema)]
     lines += ["### Other keys", "", *_keys({"properties": plain}, schema)]
-    for name in ("Geometry", "Reuse", "Calibration"):
+    for name in ("Geometry", "Reuse", "Calibration", "HeadsModel", "HeadsCalibration"):
         if name in schema["$defs"]:
             definition = schema["$defs"][name]
             lines += [f"### {name}", "", _intro(definition), "", *_keys(definition, schema)]
@@ -148,7 +152,9 @@ def presets() -> str:
                 _short({key: budget[key] for key in list(budget)[:3]}),
                 _short({k: v for k, v in axes["layers"].items() if k in ("kind", "n", "anchors")}),
                 axes["prefill"]["kind"],
-                f"{config.min_sparse_tokens:,}",
+                "never: holds a bounded number of tokens"
+                if config.retention.bounded
+                else f"{config.min_sparse_tokens:,}",
             )
         )
     heads = ("preset", "score", "budget", "layers", "prefill", "sparse from, tokens")

@@ -4,9 +4,9 @@
     python loadtest/alternate_latency.py --out metrics.json --cells 1000x16 32000x16 \\
         --server off=http://127.0.0.1:31000 --server on=http://127.0.0.1:31001
 
-For differences smaller than what clocks and neighbours change from one minute to the next, such
-as what metrics cost: each repeat asks every server once, in changing order, and each server is
-compared with the first one of the same repeat. The others idle meanwhile, on the same GPU.
+It finds differences that are smaller than the drift of clocks from one minute to the next, such as
+the cost of metrics. Each repeat asks every server once, in changing order, and compares each with
+the first server in the same repeat. The other servers are idle meanwhile, on the same GPU.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def alternate(
         servers: addresses by name.
         context: tokens of the prompt.
         batch: requests at once.
-        tokens: of the short and of the long generation whose difference counts.
-        repeats: of each server, two at least.
+        tokens: lengths of the short and the long generation, whose times are subtracted.
+        repeats: measurements of each server, at least two.
         vocab: token ids to draw from.
 
     Returns:

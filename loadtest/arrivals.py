@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When requests arrive that do not wait for one another."""
+"""Arrival times of requests that do not wait for one another."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def measure(
         "context": context,
         "batch": batch,
         **{f"{mode}_ms": statistics.median(values) for mode, values in seen.items()},
-        **{f"{mode}_ms_least": min(values) for mode, values in seen.items()},
+        **{f"{mode}_ms_min": min(values) for mode, values in seen.items()},
         "times_faster": statistics.median(ratios),
         "all_ms": seen,
     }

@@ -6,11 +6,11 @@
     python loadtest capacity --out here --start dense sparcas              # both in turn, on a GPU
     python loadtest capacity --out page --combine a/dense.json b/sparcas.json
 
-Requests arrive as a Poisson process. :mod:`objectives` says what a rate is held to: limits that
-follow from the dense server's unloaded decode step, the same for every server, or `--limit-ms`.
-Every server is searched by bisection of one grid of rates (:mod:`rates`), with the same arrivals
-and questions at the same rate. Writes `LABEL.json` for each server, and `capacity.html` and
-`capacity.md` for all that are in the folder.
+Requests arrive as a Poisson process. :mod:`objectives` defines the limits that a rate has to meet.
+They follow from the dense server's unloaded decode step and are the same for every server, unless
+`--limit-ms` gives others. A search bisects one grid of rates (:mod:`rates`). At the same rate all
+servers get the same arrivals and questions. The script writes `LABEL.json` for each server, and
+`capacity.html` and `capacity.md` for all reports in the folder.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class Settings:
     """How every server of a comparison is measured.
 
     Attributes:
-        seconds: that requests arrive for, a trial.
-        drain: seconds that the last of them may take on top.
-        least_rate: requests a second at which the grid begins.
-        most_rate: at which it ends.
-        limit: seconds for a server that is up, warming included; what is found by then is reported.
-        seed: of arrivals and questions.
+        seconds: length of a trial, in which requests arrive.
+        drain: seconds after that in which the last requests may still end.
+        least_rate: lowest rate of the grid, in requests a second.
+        most_rate: highest rate of the grid.
+        limit: seconds for the search of a running server, warming included. What it has found by
+            then is reported.
+        seed: seed of arrivals and questions.
         burst: requests sent at once before the first trial.
     """
 
@@ -94,7 +95,7 @@ def unloaded(base_url: str, scenario: Scenario, seed: int, repeats: int = 3) -> 
 def warm(base_url: str, scenario: Scenario, burst: int = 0) -> None:
     """Bring every shared document into the prefix cache, then send `burst` requests at once.
 
-    Kernels that a server compiles for its first batch of a kind would stop a trial for seconds.
+    A server compiles kernels for its first batch of a kind, which would stop a trial for seconds.
     """
     source = Conversations(scenario, model_of(base_url), 0)
     for document in source.documents:
@@ -112,8 +113,9 @@ def warm(base_url: str, scenario: Scenario, burst: int = 0) -> None:
 def trial(
     base_url: str, scenario: Scenario, rate: float, settings: Settings, alone: dict[str, float]
 ) -> dict[str, Any]:
-    """Requests at one rate, and what became of them."""
-    # Other questions than at other rates: a cache of single tokens would know the whole prompt.
+    """Send requests at one rate, and return the outcome."""
+    # Questions differ from those of other rates, since the prefix cache would hold the whole
+    # prompt.
     source = Conversations(scenario, model_of(base_url), f"{settings.seed}/{rate}")
     records: list[Record] = []
     threads: list[threading.Thread] = []
@@ -173,7 +175,7 @@ def _queued(record: Record, alone: dict[str, float]) -> float:
 
 
 def _samples(record: Record, wall: float) -> list[tuple[float, float]]:
-    """(seconds after `wall` at which it ended, length) of each gap between tokens."""
+    """(end in seconds after `wall`, length) of each gap between tokens."""
     first = record.started - wall + (record.first_token or 0.0)
     return list(zip(accumulate(record.gaps, initial=first), [0.0, *record.gaps], strict=True))[1:]
 
@@ -188,20 +190,20 @@ def measure(
     resume: bool = False,
     **where: str | None,
 ) -> None:
-    """Everything about one server; the report is written anew after each trial.
+    """Measure one server; the report is written anew after each trial.
 
     Args:
-        base_url: of the server.
+        base_url: address of the server.
         label: its name in the report.
-        scenario: what is asked.
-        settings: of the search.
+        scenario: the requests.
+        settings: settings of the search.
         out: folder of the report, `LABEL.json`.
-        objective: what it is held to.
-        resume: go on with the report that is there.
-        where: what else to note: the device, the commit.
+        objective: the limits.
+        resume: continue an existing report.
+        where: further entries of the report: the device, the commit.
 
     Raises:
-        ValueError: there is no limit, or the report to go on with has other settings.
+        ValueError: there is no limit, or the existing report has other settings.
     """
     begin, path = time.monotonic(), out / f"{label}.json"
     info = call(base_url, "/server_info")
@@ -254,7 +256,7 @@ def measure(
 
 
 def check_same(report: dict[str, Any], prior: dict[str, Any], path: Path) -> None:
-    """Raise ValueError unless a report can be gone on with."""
+    """Raise ValueError unless a report can be continued."""
     same = ("scenario", "limits_s", "sglang", "commit")
     names = [name for name in same if report.get(name) != prior.get(name)]
     names += [n for n in ("seconds", "seed") if report["settings"][n] != prior["settings"][n]]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity of several servers at once, one a GPU, within a fixed time.
+"""Capacity of several servers at once, each on its own GPU, within a fixed time.
 
     python loadtest/capacity_gpus.py --out A 0=dense 1=kascade 2=page_minmax 3=sparcas
     python loadtest/capacity_gpus.py --out B --limit-from A/dense.json 0=kascade_sketch 1=psa
 
 Each server has a Llama-3.1-8B shape with dummy weights and its preset as shipped. All of them start
 together. Without `--limit-from` one of them is dense, and the others wait for its unloaded step.
-With `--resume` the searches go on from the reports in the folder. Each GPU runs one
-`capacity.py --start LABEL`; `capacity.py --combine` makes one page of the reports of all runs.
+With `--resume` the searches continue from the reports in the folder. Each GPU runs one
+`capacity.py --start LABEL`. `capacity.py --combine` makes one page of the reports of all runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One streamed request to any SGLang server, and when each of its tokens came.
+"""Sends a streamed request to any SGLang server, and records when each of its tokens came.
 
-Standard library alone, so that it runs in threads as well as under gevent's monkey patches.
+It uses the standard library alone, so that it runs in threads and under gevent's monkey patches.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ PATHS = {
 
 @dataclass
 class Record:
-    """What came of one request; times in seconds.
+    """The outcome of one request; times in seconds.
 
     Attributes:
-        started: wall clock at which it was sent.
-        first_token: from then to the first token; None if there was none.
-        total: from then to the end.
-        gaps: between one chunk of the stream and the next.
-        queued: time in the server's queue, where the server tells (`/generate` with metrics).
-        prompt_tokens, cached_tokens, output_tokens: by the final usage; over the OpenAI API, a
-            server tells cached tokens with `--enable-cache-report` alone.
+        started: wall clock when it was sent.
+        first_token: time from then to the first token; None if there was none.
+        total: time from then to the end.
+        gaps: times between one chunk of the stream and the next.
+        queued: time in the server's queue, where the server reports it (`/generate` with metrics).
+        prompt_tokens, cached_tokens, output_tokens: from the final usage. Over the OpenAI API a
+            server reports cached tokens only with `--enable-cache-report`.
         error: why it failed, or None.
         text: the answer.
     """
@@ -51,7 +51,7 @@ class Record:
 
     @property
     def time_per_token(self) -> float | None:
-        """Mean time per output token behind the first; None below two tokens."""
+        """Mean time per output token after the first; None for fewer than two tokens."""
         if self.first_token is None or self.output_tokens < 2:
             return None
         return (self.total - self.first_token) / (self.output_tokens - 1)
@@ -114,15 +114,15 @@ def stream(
     timeout: float = 600,
     stop_after: int | None = None,
 ) -> Record:
-    """Send one request and follow its stream to the end; never raises for what a server does.
+    """Send one request and follow its stream to the end. Failures are recorded, not raised.
 
     Args:
         base_url: such as `http://127.0.0.1:30000`.
         api: a key of `PATHS`.
         body: the request, without the streaming keys.
-        name: of the record.
-        timeout: seconds without a byte.
-        stop_after: hang up after so many chunks, as an impatient client does.
+        name: name of the record.
+        timeout: longest time without a byte, in seconds.
+        stop_after: disconnect after so many chunks, as an impatient client does.
     """
     body = body | {"stream": True}
     if api != "generate":
@@ -171,7 +171,7 @@ def stream(
 
 
 def _take_openai(record: Record, event: dict[str, Any]) -> bool:
-    """Note what one event says; True if it brought text."""
+    """Record one event; True if it brought text."""
     if "error" in event:
         record.error = str(event["error"])[:300]
         return False

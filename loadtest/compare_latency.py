@@ -4,8 +4,8 @@
     python loadtest/compare_latency.py --out loadtest/results/h200
     python loadtest/render_latency.py loadtest/results/h200 docs/results.md
 
-One run on one machine: the same model shape with dummy weights, the same flags but for the
-attention, the same prompts. Each report also holds the GPU, the commit and the GPU memory in use
+All servers run on one machine with the same model shape, dummy weights and prompts. Their flags
+differ only in the attention. Each report also holds the GPU, the commit and the GPU memory in use
 at its end.
 """
 
@@ -19,10 +19,10 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 from decode_latency import add_arguments, measure_server
@@ -59,7 +59,7 @@ def wait_until_up(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
-        except (urllib.error.URLError, OSError):
+        except (OSError, HTTPException):  # refused, or ended half-way through its start
             time.sleep(1)
     raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
 
@@ -113,7 +113,7 @@ def run(label: str, args: argparse.Namespace) -> None:
     report["memory_used_mib"] = None if used is None else int(used)
     report["device"] = gpu("name")
     report["commit"] = args.commit or output_of("git", "rev-parse", "--short", "HEAD")
-    # Where the repository lies on the machine that measured says nothing.
+    # The path of the repository on the measuring machine has no place in a report.
     report["command"] = [word.replace(f"{HERE.parent}{os.sep}", "") for word in command[1:]]
     if profiles:
         report["profiles"] = profiles

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what context on a sparse server is no slower than a dense one: `min_sparse_tokens`.
+"""Finds `min_sparse_tokens`: the context from which a sparse server is no slower than a dense one.
 
     python loadtest/compare_latency.py --out results --batches 1 16 \\
         --contexts 1000 4000 8000 16000 24000 32000 48000 64000 96000 120000
     python loadtest/crossover.py results
 
-Reads the reports of `compare_latency.py`, of them the contexts at which the sparse server was
-sparse. Between two of those the difference is taken to be linear. A server has one
-`min_sparse_tokens` for all batch sizes, so the longest crossover counts: with it no context is
+It reads the reports of `compare_latency.py`, and uses the contexts at which the sparse server was
+sparse. Between two contexts it interpolates the difference linearly. A server has one
+`min_sparse_tokens` for all batch sizes, so the longest crossover counts: with it, no context is
 slower than dense.
 """
 
@@ -34,9 +34,9 @@ def times_of(path: Path) -> Times:
 
 
 def crossover(dense: Times, sparse: Times, batch: int) -> float | None:
-    """Context in tokens from which on sparse is at least as fast; None if it never is.
+    """Context in tokens from which sparse is at least as fast as dense; None if it never is.
 
-    The shortest that both measured, if it is there too.
+    If sparse is as fast at every context that both measured, it is the shortest of them.
     """
     contexts = sorted(context for context, size in dense.keys() & sparse.keys() if size == batch)
     lost = [sparse[context, batch] - dense[context, batch] for context in contexts]
@@ -55,7 +55,7 @@ def rounded_up(tokens: float) -> int:
 
 
 def main() -> None:
-    """Print a table: a sparse configuration a line, a batch size a column."""
+    """Print a table with a line for each sparse configuration and a column for each batch size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="folder with dense.json and others")
     args = parser.parse_args()

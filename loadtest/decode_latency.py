@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds per output token of a running server, over contexts and batch sizes.
 
-Works on any SGLang server, by HTTP alone, without a tokenizer (`/generate` with `input_ids`), so
-that dense and sparse servers with dummy weights can be measured side by side:
+It works on any SGLang server over HTTP and needs no tokenizer (`/generate` with `input_ids`). So
+dense and sparse servers with dummy weights can be measured side by side:
 
     python loadtest/decode_latency.py --base-url http://127.0.0.1:30000 --label sparcas --out x.json
 
 The requests of a batch either share one prompt (its KV is computed once and read by all) or each
 have their own. The time per output token is the slope between a short and a long generation on
-cached prompts, so that prefill, scheduling and HTTP cost nothing in it; the median over repeats
-is reported with its spread.
+cached prompts. So it contains no time of prefill and HTTP. The median over repeats is reported with
+its spread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def generate(
     Args:
         base_url: the server's address.
         prompts: token ids of each request.
-        tokens: that each answer has.
+        tokens: length of each answer.
         options: further sampling parameters, `custom_params` among them.
 
     Raises:
@@ -97,7 +97,7 @@ def measure(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, for every script that measures."""
+    """The arguments that every measuring script has."""
     parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 32000, 120000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--separate", nargs="*", default=[], metavar="CONTEXTxBATCH")

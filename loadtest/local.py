@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers on this machine with the model that the repository ships, for the short versions."""
+"""Servers on this machine with the model that the repository ships, for short load tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY":
 
 
 class _Forked:
-    """As much of `subprocess.Popen` as is needed of a process that was forked."""
+    """The part of the interface of `subprocess.Popen` that is used, for a forked process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -71,9 +71,9 @@ def has_gpu() -> bool:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, nor gets as a client while a server starts.
+    """A TCP port that is free, and that no client gets while a server starts.
 
-    Clients get theirs from the range above, even one that asks whether the server is up.
+    The system gives clients ports from the range above, even the client that polls the server.
     """
     for port in random.sample(PORTS, len(PORTS)):
         with suppress(OSError), socket.socket() as probe:
@@ -90,13 +90,14 @@ def local_servers(
     fork: bool = False,
     configurations: dict[str, list[str]] = CONFIGURATIONS,
 ) -> Iterator[dict[str, Local]]:
-    """Start some of `configurations` at once, yield them when all answer, end them.
+    """Start servers at once, yield them when all answer, and end them.
 
     Args:
-        settings: environment of each, by its name.
-        logs: folder of what they print.
-        fork: from this process, see :mod:`server_host`; needs `ENVIRONMENT` in its environment.
-        configurations: flags of each, by its name.
+        settings: further environment of servers, by name.
+        logs: folder for their output.
+        fork: fork them from this process (:mod:`server_host`), which needs `ENVIRONMENT` in its
+            environment.
+        configurations: flags of each server, by name.
     """
     running: dict[str, tuple[Any, str, Path]] = {}
     try:

@@ -6,10 +6,10 @@
     locust -f loadtest/locustfile.py --arrivals poisson --rate 2 ...  # open loop
 
 Closed-loop users wait for an answer, think, and ask again. With Poisson arrivals requests come
-whether or not earlier ones are done; the number of users then multiplies the rate. Beside each
-request (`E2E`), Locust's statistics hold events of their own for the time to the first token
-(`TTFT`), the time per token behind it (`TPOT`), both in milliseconds, and tokens per second
-(`TOK/S`, in its own unit). `--records FILE` keeps every request, a JSON line each.
+whether or not earlier ones are done, and the number of users multiplies the rate. Beside each
+request (`E2E`), Locust's statistics hold events for the time to the first token (`TTFT`) and the
+time per further token (`TPOT`), both in milliseconds, and for tokens per second (`TOK/S`).
+`--records FILE` writes a JSON line for every request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _writing = Semaphore()
 
 @events.init_command_line_parser.add_listener
 def add_arguments(parser: ArgumentParser) -> None:
-    """Flags of our own; Locust's web page shows them too."""
+    """Add the flags of this file, which Locust's web page shows too."""
     parser.add_argument("--scenario", type=scenario_name, default="shared_documents",
                         help="name, or path of a file")  # fmt: skip
     parser.add_argument("--arrivals", choices=("closed", "poisson"), default="closed")
@@ -65,7 +65,7 @@ def _records(path: str) -> str:
 
 
 def report(environment: Environment, record: Record) -> None:
-    """Fire Locust's events for one request, and keep its line."""
+    """Fire Locust's events for one request, and write its line."""
     failure = None if record.error is None else RuntimeError(record.error)
     values: dict[str, float | None] = {"E2E": 1000 * record.total}
     if failure is None:

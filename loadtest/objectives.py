@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server is held to, and what the samples of a trial can say about it.
+"""The limits that a server has to meet, and the verdict of a trial's samples about them.
 
 As in the PSA paper (arXiv:2503.00392): the 99th percentile of the time between tokens stays within
 5 times (strict) or 25 times (relaxed) the decode step of a single request, and the median time in
@@ -19,14 +19,14 @@ import numpy as np
 
 FACTORS = {"strict": 5.0, "relaxed": 25.0}
 MOST_QUEUED_SECONDS = 2.0
-# A pause of the server delays every stream at once, so that gaps of one moment are one sample.
+# A pause of the server delays every stream at once, so all gaps of one moment count as one sample.
 BLOCK_SECONDS = 3.0
 LEAST_BLOCKS = 10
 LEAST_SECONDS = LEAST_BLOCKS * BLOCK_SECONDS
 LEAST_GAPS = 1000  # ten of them above the 99th percentile
 RESAMPLES = 400
 MET, MISSED, UNDECIDED = "met", "missed", "undecided"
-# What may be late without failing a rate: requests still running when the drain ends.
+# Share of requests that may still run when the drain ends, without failing the rate.
 _MOST_UNFINISHED = 0.01
 
 
@@ -43,10 +43,10 @@ def percentile_interval(
     """95 % interval of a percentile, by resampling whole blocks of time.
 
     Args:
-        ends: seconds from the start of a trial at which each value was seen.
-        values: as many.
-        share: of the percentile.
-        block: seconds of a block.
+        ends: time of each value, in seconds from the start of the trial.
+        values: the values.
+        share: the percentile as a share of 1.
+        block: length of a block in seconds.
 
     Returns:
         Its ends, or None where there are fewer than `LEAST_GAPS` values or `LEAST_BLOCKS` blocks.
@@ -67,7 +67,7 @@ def percentile_interval(
 
 
 def broken(outcome: dict[str, Any]) -> bool:
-    """Whether a trial missed what every objective asks for: answers, and a short queue."""
+    """Whether a trial missed the limits of every objective: answers, and a short queue."""
     if outcome["sent"] == 0:
         return False
     return (
@@ -80,15 +80,15 @@ def broken(outcome: dict[str, Any]) -> bool:
 
 
 def passes(outcome: dict[str, Any], limit_s: float) -> bool:
-    """Whether a trial stayed within a limit, by its own samples; the search goes by this."""
+    """Whether the samples of a trial stayed within a limit; this steers the search."""
     return not broken(outcome) and (outcome["sent"] == 0 or outcome["gap_p99_s"] <= limit_s)
 
 
 def verdict(outcome: dict[str, Any], limit_s: float) -> str:
-    """What may be said of the rate: `met`, `missed`, or `undecided`.
+    """Whether the rate is `met`, `missed` or `undecided`.
 
-    It is undecided where the interval of the percentile holds the limit, and where the trial was
-    too short to say anything.
+    It is undecided if the limit lies within the percentile's interval, or if the trial was too
+    short to have an interval.
     """
     if outcome["arrival_seconds"] < LEAST_SECONDS:
         return UNDECIDED
@@ -106,7 +106,7 @@ def lowest_missed(trials: list[dict[str, Any]], name: str) -> float | None:
 
 
 def highest_met(trials: list[dict[str, Any]], name: str) -> float | None:
-    """The highest rate that met an objective below every one that missed it, or None."""
+    """The highest rate that met an objective, below all rates that missed it; or None."""
     missed = lowest_missed(trials, name)
     met = [t["rate"] for t in trials if t["verdicts"][name] == MET]
     return max((rate for rate in met if missed is None or rate < missed), default=None)
@@ -117,7 +117,8 @@ class Objective:
     """Where the limits come from.
 
     Attributes:
-        report: of the dense server, whose unloaded step limits all; None for the server's own.
+        report: report of the dense server, whose unloaded step limits all servers; None to take the
+            server's own step.
         milliseconds: limits to use instead.
     """
 
@@ -126,13 +127,13 @@ class Objective:
 
     @property
     def source(self) -> str | None:
-        """Where they come from, for a report; None for the server's own step."""
+        """The source of the limits, for a report; None for the server's own step."""
         if self.milliseconds:
             return "--limit-ms"
         return None if self.report is None else self.report.name
 
     def check(self, sparse: bool) -> None:
-        """Raise ValueError for a sparse server that would be held to its own step."""
+        """Raise ValueError for a sparse server whose limits would follow from its own step."""
         if sparse and self == OWN:
             raise ValueError(
                 "--limit-from is missing: a sparse server is held to the dense server's limits; "
@@ -157,7 +158,7 @@ class Objective:
         """Seconds between tokens of each objective.
 
         Raises:
-            ValueError: the report is none of `capacity.py`.
+            ValueError: the report was not written by `capacity.py`.
         """
         if self.milliseconds:
             return {f"{limit:g} ms": limit / 1000 for limit in sorted(self.milliseconds)}

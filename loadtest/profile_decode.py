@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a decode step of a running server goes: kernels, launches, gaps, by SGLang's profiler.
+"""Profiles a decode step of a running server: kernels, launches and gaps, by SGLang's profiler.
 
     python loadtest/profile_decode.py --cells 120000x16 120000x1 --out profile.json
 
@@ -56,7 +56,7 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for name, times in by_name.items()
     ]
-    # A launch may come up while the one before it ends: such time counts once.
+    # A launch may start while the one before it ends. Such time counts once.
     busy, covered = 0.0, 0.0
     for event in work:
         end = event["ts"] + event["dur"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request rates to try: one grid for every server, and the search in it."""
+"""The grid of request rates, which is the same for every server, and the search in it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ STEPS = (1.0, 1.25, 1.5, 1.75)  # of a power of two
 
 
 def grid(low: float, high: float) -> list[float]:
-    """The rates from `low` to `high`: powers of two, and three steps between two of them.
+    """The rates from `low` to `high`: powers of two, and three steps between any two of them.
 
-    Two servers that are searched between other ends still share the rates between them.
+    Searches with other ends use the same rates where their ranges overlap.
     """
     rates = [2.0**power * step for power in range(-10, 14) for step in STEPS]
     return [rate for rate in rates if low <= rate <= high]
 
 
 def bracket(trials: Trials, limit_s: float, rates: list[float]) -> tuple[int, int]:
-    """Places in `rates` of the highest that passed below the lowest that failed, and of that one.
+    """Indices in `rates` of the lowest rate that failed, and of the highest below it that passed.
 
-    -1 and `len(rates)` where there is none.
+    The passed one comes first. They are -1 and `len(rates)` if there is no such rate.
     """
     outcomes = {trial["rate"]: passes(trial, limit_s) for trial in trials}
     high = min((i for i, rate in enumerate(rates) if outcomes.get(rate) is False),
@@ -46,12 +46,12 @@ def search(
     """Bisect `rates` for every objective, in turn; a trial counts for all of them.
 
     Args:
-        run: rate -> outcome of a trial.
-        limits: seconds between tokens of each objective.
-        rates: see :func:`grid`.
-        seconds: for all trials.
-        longest: that one may take; none is begun that might not fit.
-        trials: those of an earlier search, which is continued.
+        run: function from a rate to the outcome of a trial.
+        limits: seconds between tokens, for each objective.
+        rates: from :func:`grid`.
+        seconds: time for all trials.
+        longest: most seconds of a trial; no trial begins that might not fit in the time.
+        trials: trials of an earlier search, which is continued.
 
     Returns:
         All trials, in the order in which they were run.

@@ -64,7 +64,7 @@ def table(folder: Path) -> str:
 def first_tokens(dense: dict[str, Any], sparse: list[dict[str, Any]]) -> list[str]:
     """Seconds to the first token of uncached prompts; empty if none was timed.
 
-    Each was sent alone, so that a report may hold another number of them than dense.
+    Each prompt was sent alone, so a report may hold more or fewer of them than the dense one.
     """
     alone, *others = (
         {key[0]: cell["first_token_s"] for key, cell in cells(report).items() if not key[2]}
@@ -83,7 +83,7 @@ def first_tokens(dense: dict[str, Any], sparse: list[dict[str, Any]]) -> list[st
 
 
 def fill(readme: Path, name: str, text: str) -> None:
-    """Replace what stands between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
+    """Replace the text between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, rest = readme.read_text().split(begin)
     _, after = rest.split(end)

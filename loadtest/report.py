@@ -39,10 +39,10 @@ RULE = (
 
 
 def read_reports(paths: Iterable[Path]) -> Reports:
-    """The reports among some JSON files, the one that limits come from first.
+    """The reports among some JSON files; the report that the limits come from is first.
 
     Raises:
-        ValueError: there is none, or they cannot be compared.
+        ValueError: there is no report, or they cannot be compared.
     """
     reports = []
     for path in paths:
@@ -73,7 +73,7 @@ def trial_at(report: dict[str, Any], rate: float | None) -> dict[str, Any] | Non
 
 
 def answer(report: dict[str, Any], name: str) -> str:
-    """What a report says about an objective, in words."""
+    """The result of an objective in words."""
     found = report["capacity"][name]
     met, missed = found["met"], found["missed"]
     words = [] if met is None else [f"{met:g} {MET}"]
@@ -90,7 +90,7 @@ def answer(report: dict[str, Any], name: str) -> str:
 
 
 def samples(report: dict[str, Any], name: str) -> str:
-    """The percentile at the highest rate met, its interval, and of how many gaps."""
+    """The percentile at the highest rate that met the objective, its interval, and its gaps."""
     trial = trial_at(report, report["capacity"][name]["met"])
     if trial is None:
         return "-"
@@ -102,7 +102,7 @@ def samples(report: dict[str, Any], name: str) -> str:
 
 
 def ratio(report: dict[str, Any], base: dict[str, Any], name: str) -> str:
-    """Between which factors a server's capacity lies beside another's, as far as is known."""
+    """The range of the ratio of two servers' capacities, as far as the trials tell."""
     one, other = report["capacity"][name], base["capacity"][name]
     low = one["met"] / other["missed"] if one["met"] and other["missed"] else None
     high = one["missed"] / other["met"] if one["missed"] and other["met"] else None
@@ -224,7 +224,7 @@ def page(reports: Reports) -> str:
 
 
 def markdown(reports: Reports) -> str:
-    """The table for a page of text: what each objective was met and missed at."""
+    """The table for a Markdown page: the rates that met and missed each objective."""
     limits = reports[0]["limits_s"]
     heads = [f"{n} ({1000 * v:.1f} ms): requests/s | P99 there | beside {reports[0]['label']}"
              for n, v in limits.items()]  # fmt: skip

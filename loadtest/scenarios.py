@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenario files, and the conversations that they describe.
 
-A scenario is a JSON file of `loadtest/scenarios/`. Lengths are given in words (or, for the
-`generate` API, in token ids); what they come to in tokens is in the records.
+A scenario is a JSON file of `loadtest/scenarios/`. Lengths are given in words, or in token ids for
+the `generate` API. The records hold the lengths in tokens.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _WORDS = (  # noqa: SIM905
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kind of use; ranges are (least, most), drawn evenly.
+    """One kind of use. Ranges are (least, most), and numbers are drawn uniformly from them.
 
     Attributes:
-        name: of its records and statistics.
-        about: for people.
+        name: its name in records and statistics.
+        about: a description for people.
         api: `chat`, `completions` or `generate`.
         documents: how many documents all users share; 0 gives each conversation its own.
         document: words of a document.
-        question: words of each question behind it.
-        output: tokens to generate, always so many.
+        question: words of each question after it.
+        output: tokens to generate; an answer never ends earlier.
         turns: questions of one conversation, each with the answers before it.
         think: seconds between turns, in tenths.
         vocab: token ids to draw from, with `generate`.
@@ -61,7 +61,7 @@ class Scenario:
         """Read a scenario by its name or by the path of a file.
 
         Raises:
-            ValueError: there is none, or it has a key that means nothing.
+            ValueError: there is no such scenario, or it has an unknown key.
         """
         path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
         if not path.is_file():
@@ -88,7 +88,7 @@ class Conversations:
     """Draws conversations of one scenario.
 
     Attributes:
-        documents: what they share; the same for every user and seed.
+        documents: the shared documents, which are the same for every user and seed.
     """
 
     def __init__(self, scenario: Scenario, model: str, seed: int | str) -> None:

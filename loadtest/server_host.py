@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported SGLang and forks servers, so that each starts without importing.
 
-Importing takes most of a server's start, three times over: its three processes are spawned. Here
-they are forked instead, from a process that has done nothing but import, and not on CUDA. What
-spawning adds (arguments that are pickled, a plugin that each process loads by itself) is left to
-servers that are started by their commands.
+Most of a server's start is importing, which happens three times, since it spawns three processes.
+Here they are forked instead, from a process that has only imported and has not touched CUDA.
+Servers
+that are started by their commands cover what is special to spawning: pickled arguments, and a
+plugin that each process loads by itself.
 
     python server_host.py    # a JSON object a line on stdin; a process id a line on stdout
 """
@@ -94,7 +95,7 @@ def _serve_requests() -> None:
 
 
 class Host:
-    """The process, for programs that are not to fork themselves: tests, whose threads are many."""
+    """The forking process, for programs that must not fork, such as tests, which have threads."""
 
     def __init__(self, env: dict[str, str]) -> None:
         """Start it; ``env`` is that of every server."""

@@ -3,9 +3,9 @@
 
     make loadtest                                  # or: python loadtest/short.py --out FOLDER
 
-Every scenario of `RUNS` goes to the sparse server at the same time; then come capacity, the
-frontend programs and a soak. Numbers of a run this short, on whatever machine it is, say that
-everything works, and nothing about capacity.
+Every scenario of `RUNS` goes to the sparse server at the same time. Then come capacity, the
+frontend programs and a soak. The numbers of such a short run show that everything works. They say
+nothing about capacity.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def locust(url: str, scenario: str, out: Path, seconds: int = SECONDS) -> Path:
 def summary(stats: Path) -> dict[str, Any]:
     """Median and 99th percentile of each kind of event in Locust's final statistics.
 
-    Its CSV files are written once a second and not at the end, and so lack the last requests.
+    Locust's CSV files are written once a second and not at the end, so they lack the last requests.
     """
     found = {}
     for entry in json.loads(stats.read_text()):
@@ -100,7 +100,7 @@ def run_programs(dense: str, sparse: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Everything once; exits with status 1 if something failed."""
+    """Run everything once; exits with status 1 if something failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=HERE.parent / "build" / "loadtest")
     out: Path = parser.parse_args().out

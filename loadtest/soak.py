@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed load with aborts, disconnects, cancellations and flushes, then a look at what is left.
+"""Mixed load with aborts, disconnects, cancellations and flushes, then checks of the idle server.
 
     python loadtest soak --minutes 10 --out soak.json        # starts a server of its own
     python loadtest soak --minutes 10 --out soak.json --base-url URL --pid PID --log FILE
@@ -41,7 +41,7 @@ Options = tuple[dict[str, Any] | None, ...]
 
 
 def options_of(state: dict[str, Any]) -> Options:
-    """What requests ask for under `custom_params.sparse`, by the range that the server allows."""
+    """Values of `custom_params.sparse` for requests, within the range that the server allows."""
     allowed = state["request_budget"]
     low, high = allowed["least"], allowed["most"]
     middle = (low + high) // 2 if isinstance(high, int) else (low + high) / 2
@@ -86,7 +86,7 @@ class Worker:
         self._drawn = [Conversations(s, model, seed) for s in (mixed, mixed, fresh)]
 
     def run(self, deadline: float) -> None:
-        """Work until `time.monotonic()` reaches `until`."""
+        """Work until `time.monotonic()` reaches `deadline`."""
         kinds: dict[str, tuple[Callable[[], None], int]] = {
             "answered": (self.answered, 10),
             "disconnected": (self._disconnected, 4),
@@ -112,7 +112,7 @@ class Worker:
         return body if options is None else body | {"custom_params": {"sparse": options}}
 
     def answered(self) -> None:
-        """One request to its end; raises RuntimeError if there is none."""
+        """Send one request and follow it to its end; raises RuntimeError if it does not end."""
         record = stream(self._url, "chat", self._body(), name="soak", timeout=120)
         if record.error is not None:
             raise RuntimeError(record.error)
@@ -174,23 +174,23 @@ def resident_mib(pid: int) -> float:
 
 
 def growth_mib(samples: list[float]) -> float:
-    """Median of the last quarter over that of the second; the first is warming up."""
+    """Median of the last quarter less the median of the second; the first is warming up."""
     quarter = max(1, len(samples) // 4)
     second = samples[quarter : 2 * quarter] or samples
     return statistics.median(samples[-quarter:]) - statistics.median(second)
 
 
 def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[str, Any]:
-    """Load the server, then look at it.
+    """Load the server, then check it.
 
     Args:
-        server: with `VERIFY` in its environment.
-        seconds: to load it for.
-        seed: of what is asked.
+        server: a server with `VERIFY` in its environment.
+        seconds: length of the load.
+        seed: seed of the requests.
         longest: words of the longest document.
 
     Returns:
-        What was seen; `ok` says whether all is well.
+        The report; `ok` says whether every check passed.
 
     Raises:
         ValueError: the server cannot say whether its planes are right.
@@ -207,7 +207,8 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
         time.sleep(min(2.0, max(0.1, seconds / 40)))
     for thread in threads:
         thread.join(180)
-    # Something for the planes to be compared of, then idleness for SGLang's memory check.
+    # A last request leaves pages whose planes can be compared. Then SGLang's memory check runs
+    # idle.
     for _ in range(3):
         workers[0].answered()
     time.sleep(3)
@@ -240,7 +241,7 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
 
 
 def main() -> None:
-    """Soak a server and write what came of it."""
+    """Soak a server and write the report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, required=True)

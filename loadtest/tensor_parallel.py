@@ -4,10 +4,10 @@
     python3 loadtest/tensor_parallel.py --out tensor-parallel.json --commit HASH
 
 Starts four servers at once on two GPUs: the reference model with one rank and with two, and a
-Llama-3.1-8B shape with dummy weights, dense and sparse, with two ranks. It checks first that each
-server answers a first prompt; one that does not within two minutes has the stacks of all its
-threads printed. Then the answers of two ranks are compared with those of one, and last the time
-per output token is taken at long separate prompts.
+Llama-3.1-8B shape with dummy weights, dense and sparse, with two ranks. First it checks that each
+server answers a prompt. If one does not within two minutes, the stacks of all its threads are
+printed. Then it compares the answers of two ranks with those of one. Last it measures the time per
+output token at long separate prompts.
 
 Servers run without custom all-reduce, and without NVLink multicast.
 """
@@ -95,7 +95,7 @@ class Server:
         return answers
 
     def stacks(self) -> str:
-        """Ask every process of the server for its stacks; what they then write."""
+        """Ask every process of the server for its stacks, and return what they write."""
         before = self.log.stat().st_size
         for status in Path("/proc").glob("[0-9]*/stat"):
             try:

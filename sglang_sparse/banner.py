@@ -37,20 +37,22 @@ def _drafts(tokens: int) -> str:
 
 
 def _layers(roles: dict[str, int]) -> str:
-    """``5 layers select``, and so on for every role."""
+    """The number of layers of each role, such as ``5 layers select``."""
     return ", ".join(f"{count} layers {role}" for role, count in roles.items())
 
 
 def _choice(choice: dict[str, Any]) -> str:
-    """``key_sketch(channels=16)`` of one axis."""
+    """The choice on one axis, such as ``key_sketch(channels=16)``."""
     settings = ", ".join(f"{key}={_value(v)}" for key, v in choice.items() if key != "kind")
     return f"{choice['kind']}({settings})" if settings else str(choice["kind"])
 
 
 def _value(value: Any) -> str:
-    """A setting in a few words: maps and records are in ``/server_info``, not in a log line."""
+    """A setting in a few words, without maps and records, which ``/server_info`` shows."""
     if isinstance(value, dict):
         return "given"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"{len(value)} given"
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"{sum(map(len, value))} in {len(value)} layers"
     return str(value)

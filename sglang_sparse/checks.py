@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this version refuses, each with one line: flag, value, what is allowed, what to do.
+"""Refusals at start. Each is one line with flag, value, what is allowed, and what to do.
 
-Flags are checked before SGLang resolves them, so that the user reads our line and not a later
-failure; the model is checked from its ``config.json``, before any weight is loaded.
+Flags are checked before SGLang resolves them, so that the user reads this line and not a later
+failure. The model is checked from its ``config.json``, before any weight is loaded.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ATTENTION_RULES = (
 
 
 def refuse(flag: str, value: Any, allowed: str, remedy: str) -> ConfigError:
-    """The one shape of every refusal."""
+    """The error of every refusal in this module."""
     problem = f"not supported with --attention-backend {BACKEND}"
     return ConfigError(flag=flag, value=str(value), problem=problem, allowed=allowed, remedy=remedy)
 
@@ -104,12 +104,12 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
 
 
 def check_ranks(config: SparseConfig, layers: int, kv_heads: int, tp_size: int) -> None:
-    """Refuse selections that tensor parallelism would split between processes.
+    """Refuse configurations whose lists heads of several tensor-parallel ranks would share.
 
     Args:
         config: the resolved configuration.
         layers, kv_heads: layers and KV heads of the whole model.
-        tp_size: ranks that they are divided over.
+        tp_size: tensor-parallel ranks.
 
     Raises:
         ConfigError: a list is shared by heads of several ranks.
@@ -134,13 +134,13 @@ def check_ranks(config: SparseConfig, layers: int, kv_heads: int, tp_size: int) 
 
 
 def check_resolved(server_args: Any, config: SparseConfig) -> None:
-    """Refuse what only SGLang's own resolution of the flags brought about.
+    """Check the flags again, once SGLang has resolved them.
 
-    SGLang rewrites flags for some models and lets some be set in several ways, so that what was
-    fine before can differ from what will be served.
+    SGLang rewrites flags for some models, and some can be set in several ways. So flags that were
+    allowed before may now have other values.
 
     Raises:
-        ConfigError: names the setting and what it became.
+        ConfigError: names the setting and its resolved value.
     """
     _check_rules(server_args)
     if server_args.attention_backend != BACKEND:
@@ -303,11 +303,11 @@ def check_model(model: ModelConfig, model_path: str) -> None:
 
 
 def check_keywords(layer: Any, keywords: Mapping[str, Any]) -> None:
-    """Refuse arguments of a call to attention that sparse rows would not follow.
+    """Refuse keyword arguments of attention that sparse rows would ignore.
 
     Args:
         layer: SGLang's ``RadixAttention``.
-        keywords: what the model passed by keyword: learned sinks, slopes, rotated halves.
+        keywords: arguments that the model passed by keyword: learned sinks, slopes, rotated halves.
 
     Raises:
         ConfigError: names the layer and the arguments.
@@ -323,7 +323,7 @@ def check_keywords(layer: Any, keywords: Mapping[str, Any]) -> None:
 
 
 def check_layer(layer: Any) -> None:
-    """Refuse what only the layer itself reveals, such as a window of its own.
+    """Refuse properties that only the layer itself shows, such as a window of its own.
 
     Raises:
         ConfigError: names the layer and the property.

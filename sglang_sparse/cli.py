@@ -33,7 +33,7 @@ class OneLine(TyperGroup):
     """Ends every command that cannot go on with one line and a failing status."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; a wrong setting or an unusable file is told, not traced."""
+        """Run the command; a wrong setting or an unusable file ends it with one line."""
         try:
             return super().invoke(ctx)
         except ConfigError as error:
@@ -85,8 +85,10 @@ def presets() -> None:
         config = load_preset(ref.model, ref.name)
         shape = "any" if config.model is None else "{}, {}/{}, {}".format(*config.model.shape)
         kinds = (config.layers.kind, config.score.kind)
-        budget = f"{config.budget.kind} {config.budget.amount}"
-        table.add_row(str(ref), shape, *kinds, budget, str(config.min_sparse_tokens))
+        held = config.retention.most_tokens
+        budget = f"{config.budget.kind} {held or config.budget.amount}"
+        first = "-" if held else str(config.min_sparse_tokens)
+        table.add_row(str(ref), shape, *kinds, budget, first)
     # A pipe has no width: rich would fold the names that a script wants to read.
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device serves on this machine; imports nothing of SGLang, whose platforms ask it."""
+"""Finds the device that serves. It imports nothing of SGLang, whose platforms ask this module."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``custom_params`` where a request does not bring them in SGLang's sampling parameters.
+"""Carries ``custom_params`` of endpoints that do not pass them to SGLang's sampling parameters.
 
 Anthropic's ``/v1/messages``, OpenAI's ``/v1/responses`` and Ollama's ``/api/chat`` and
 ``/api/generate`` are protocols without ``custom_params``, and SGLang drops fields that it does not
-know. Here the field is read from the body, checked, and put where SGLang makes sampling parameters
-of the request. ``--preferred-sampling-params`` reach only some endpoints, so they may not hold it.
+know. This module reads the field from the body, checks it, and puts it into the sampling parameters
+that SGLang makes of the request. ``--preferred-sampling-params`` reach only some endpoints, so they
+may not hold it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from sglang_sparse.launch import launch_of
 from sglang_sparse.request_options import KEY, PARAMS, parse
 
 _PREFERRED = "--preferred-sampling-params"
-# Of the request that this task handles. SGLang makes sampling parameters in the same task.
+# ``custom_params`` of the request that this task handles. SGLang makes its sampling parameters in
+# the same task.
 _asked: ContextVar[Mapping[str, Any] | None] = ContextVar("custom_params", default=None)
 
 
@@ -64,7 +66,7 @@ def into_chat_request(result: Any, *args: Any) -> Any:
 
 
 def into_sampling_params(result: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """AFTER hook on what makes sampling parameters of a Responses or Ollama request."""
+    """AFTER hook on what makes the sampling parameters of Responses and Ollama requests."""
     if _asked.get() is not None:
         result[PARAMS] = _asked.get()
     return result
@@ -73,14 +75,14 @@ def into_sampling_params(result: dict[str, Any], *args: Any, **kwargs: Any) -> d
 def check_preferred(value: str | Mapping[str, Any] | None) -> None:
     """Check ``--preferred-sampling-params``.
 
-    Endpoints of OpenAI always send ``custom_params`` and so override a preference, where
-    ``/generate`` takes it over: what the server does unless asked is for the config to say.
+    OpenAI's endpoints always send ``custom_params`` and so override a preference, but ``/generate``
+    uses it. So a default for all requests belongs into the config, not into a preference.
 
     Args:
-        value: JSON, or what it holds.
+        value: JSON text, or the parsed value.
 
     Raises:
-        ConfigError: not an object, or with ``custom_params`` that are none or name our key.
+        ConfigError: it is not an object, or its ``custom_params`` are not one or hold ``sparse``.
     """
     problem = None
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server runs, as one record: the banner, the metrics and ``/server_info`` read it."""
+"""The facts of a server in one record, which the banner, metrics and ``/server_info`` read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang_sparse.graph_variants import Variant
 
 @dataclass(frozen=True)
 class Facts:
-    """One server, without waiting for its device. Plain JSON types.
+    """The facts of a server, known without waiting for its device. Plain JSON types.
 
     Attributes:
-        version: of this package.
-        method, source, preset_hash: what the flags resolved to, see ``config.Resolved``.
+        version: version of this package.
+        method, source, preset_hash: the resolved configuration, see ``config.Resolved``.
         axes: the choice on each axis.
         inner_backend: SGLang's dense backend.
         implementation: ``triton`` or ``torch``.
@@ -25,15 +25,16 @@ class Facts:
         kv_heads, first_kv_head: KV heads of this rank, and the global id of its first.
         total_kv_heads: KV heads of the model.
         ranks: ranks of tensor parallelism that they are divided over.
-        layers: global ids of this rank's layers, by the role that they have in a sparse step.
-        request_budget: what a request may ask for: ``unit``, ``least`` and ``most``.
+        layers: global ids of this rank's layers, by their role in a sparse step.
+        streaming_heads: KV heads of the model that stream, of the layers of each role.
+        request_budget: range of a request's budget: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
-        kv_cache_dtype: of the rows of K and V, as ``--kv-cache-dtype`` names it.
-        kv_bytes, state_bytes: device bytes of K and V; of lists, scores, plans and tables.
+        kv_cache_dtype: dtype of K and V, in the words of ``--kv-cache-dtype``.
+        kv_bytes, state_bytes: device bytes of K and V, and of lists, scores, plans and tables.
         step_tokens: tokens that a step runs for each request: 1, or the drafts of a verification
             and the token before them.
-        decode_steps, prefill_batches: how many were planned, by variant.
+        decode_steps, prefill_batches: numbers of planned batches, by variant.
         sglang, sglang_tested: the installed version and those that were tested.
     """
 
@@ -53,6 +54,7 @@ class Facts:
     total_kv_heads: int
     ranks: int
     layers: dict[str, list[int]]
+    streaming_heads: dict[str, int]
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
+from sglang_sparse.bounded import check_bounded
 from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
@@ -28,7 +29,7 @@ METHOD, CONFIG = "sparse_method", "sparse_config"
 
 
 def add_cli_args(result: None, parser: ArgumentParser) -> None:
-    """AFTER hook on ``ServerArgs.add_cli_args``: the two flags."""
+    """AFTER hook on ``ServerArgs.add_cli_args``: add the two flags."""
     group = parser.add_argument_group("sparse attention (with --attention-backend sparse)")
     group.add_argument(
         "--sparse-method",
@@ -57,7 +58,7 @@ def engine_server_args(**kwargs: Any) -> Any:
     """Stands in for ``Engine.server_args_class``: ``sglang.Engine(..., sparse_method=...)``.
 
     Raises:
-        ConfigError: as the command line would refuse, but for the caller to catch.
+        ConfigError: as on the command line, but for the caller to catch.
     """
     from sglang.srt.server_args import ServerArgs
 
@@ -75,10 +76,10 @@ def engine_server_args(**kwargs: Any) -> Any:
 
 
 def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
-    """Check what SGLang made of the flags, then hand the configuration on.
+    """Check the flags as SGLang resolved them, then attach the configuration.
 
     Raises:
-        ConfigError: SGLang resolved something to what cannot be served.
+        ConfigError: a resolved value is not supported.
     """
     if launch is not None:
         check_resolved(compat.resolved(server_args), launch.config)
@@ -88,12 +89,12 @@ def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
 
 
 def prepare(args: Namespace) -> SparseLaunch | None:
-    """Validate the flags and set what the backend needs on ``args``, before SGLang resolves them.
+    """Validate the flags, and set the flags that the backend needs, before SGLang resolves them.
 
-    Returns None for a dense server, which stays exactly as it was.
+    Returns None for a dense server, whose flags stay exactly as they were.
 
     Raises:
-        ConfigError: a flag, a config or a model that cannot be served.
+        ConfigError: a flag, a config or a model cannot be served.
     """
     method, config_text = getattr(args, METHOD, None), getattr(args, CONFIG, None)
     chosen = (args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend)
@@ -130,9 +131,11 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     check_ranks(
         resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
     )
+    check_bounded(args, resolved)
     check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
-    args.radix_cache_backend = BACKEND
+    if not resolved.config.retention.bounded:
+        args.radix_cache_backend = BACKEND
     return SparseLaunch(resolved)
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two decode graphs a batch size: one dense, one sparse.
 
-A captured graph cannot branch, and kernels that only find out that they have nothing to do still
-cost a launch in every layer. So each batch size is captured twice, and a batch whose rows are all
-short replays the dense graph: the inner backend's kernels, as if this package were not there, plus
-one plane update a step. Which graph is known on the host, from ``seq_lens_cpu``, without a sync.
+A captured graph cannot branch, and a kernel that finds nothing to do still costs a launch in every
+layer. So each batch size is captured twice. A batch whose rows are all short replays the dense
+graph, which holds the inner backend's kernels and one plane update a step. The host picks the graph
+from ``seq_lens_cpu``, without a sync.
 
-How SGLang is brought to capture and pick them differs by version: ``graphs.py`` in
-:mod:`sglang_sparse.compat`.
+The hooks that make SGLang capture and pick the graphs differ by version: see ``graphs.py`` of each
+version in :mod:`sglang_sparse.compat`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang is to find in its registries, beside the functions that it is to call.
+"""Registers the backend, the tree and the hooks with SGLang.
 
-Nothing of this package imports this module but the plugin's entry point.
+Only the plugin's entry point imports this module.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from sglang_sparse import compat
 def register() -> None:
     """Register the flag's value, the backend, the tree and every hook. Runs once a process.
 
-    On a version out of the supported range only the flags are hooked, whose check refuses it by
-    name.
+    On a version out of the supported range only the flags are hooked. Their check refuses the
+    version by name.
     """
     from sglang.srt.server_args import add_attention_backend_choices
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start of the server resolved to; travels to every scheduler on its ``ServerArgs``."""
+"""The resolved configuration of a server, which every scheduler gets with its ``ServerArgs``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_sparse.choices.interfaces import RetentionChoice
 from sglang_sparse.config import Resolved, SparseConfig
 
 # The underscore keeps it out of SGLang's declared fields; it survives pickling to subprocesses.
@@ -24,7 +25,7 @@ class SparseLaunch:
 
     @property
     def config(self) -> SparseConfig:
-        """The point on the five axes."""
+        """The point on the six axes."""
         return self.resolved.config
 
 
@@ -34,5 +35,18 @@ def attach(server_args: Any, launch: SparseLaunch) -> None:
 
 
 def launch_of(server_args: Any) -> SparseLaunch | None:
-    """What :func:`attach` stored, or None for a dense server."""
+    """The launch that :func:`attach` stored, or None for a dense server."""
     return getattr(server_args, _ATTRIBUTE, None)
+
+
+def selecting_launch_of(server_args: Any) -> SparseLaunch | None:
+    """The launch of a server whose layers select; None for any other server."""
+    launch = launch_of(server_args)
+    return None if launch is None or launch.config.retention.bounded else launch
+
+
+def bounded_of(server_args: Any) -> RetentionChoice | None:
+    """The retention of a server that holds a bounded number of tokens a request, else None."""
+    launch = launch_of(server_args)
+    bounded = launch is not None and launch.config.retention.bounded
+    return launch.config.retention if launch is not None and bounded else None

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics with the prefix ``sglang_sparse:``, beside SGLang's own in ``/metrics``.
 
-On and off with SGLang's ``--enable-metrics``, with the labels of its scheduler's metrics. Counts
-are summed on the device; they are published at SGLang's decode logging interval, one interval
-late so that no step waits, and completely as soon as the server is idle or asked for
-``/server_info``.
+SGLang's ``--enable-metrics`` switches them on. They have the labels of its scheduler's metrics.
+Counts are summed on the device and published at SGLang's decode logging interval. They are one
+interval late, so that no step waits. When the server is idle, or asked for ``/server_info``, all
+counts are published.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from sglang_sparse import progress_log
 from sglang_sparse.facts import Facts
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import selecting_launch_of
 
 PREFIX = "sglang_sparse:"
-# Shares of the visible KV that were attended to.
+# Buckets of the share of the visible KV that was attended to.
 _SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99)
 # name -> (help, labels of its own)
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -65,6 +65,7 @@ class Exporter:
         )
         self._seen: dict[tuple[str, str], int] = {}
         self._layers = {role: len(layers) for role, layers in facts.layers.items()}
+        self._streaming = facts.streaming_heads
         self._unit, self._kv_heads = facts.unit, facts.total_kv_heads
         planes = Gauge(
             PREFIX + "plane_bytes",
@@ -79,7 +80,7 @@ class Exporter:
         """Raise a counter to ``total``; returns by how much."""
         key = (name, "".join(own.values()))
         before = self._seen.get(key, 0)
-        # Sums of two kinds may be of two moments; a counter never falls.
+        # Sums of two kinds may be read at two moments. A counter must never fall.
         self._seen[key] = total = max(total, before)
         change = total - before
         self._counters[name].labels(**self._labels, **own).inc(change)
@@ -97,8 +98,8 @@ class Exporter:
         Args:
             steps: decode steps planned, by variant.
             sums: by the names of ``COUNTS``.
-            mass: what each layer reached under a budget of mass, by layer and the names of the
-                progressive kernels' ``COUNTERS``; None under another budget.
+            mass: sums of a budget of mass, by layer and by the names of the progressive kernels'
+                ``COUNTERS``; None under another budget.
             tree_cache: SGLang's; with ``plane_reuse`` if planes are shared through it.
         """
         for variant, planned in steps.items():
@@ -107,7 +108,7 @@ class Exporter:
         self._to("dense_fallback_rows", sums["dense_rows"])
         for role, layers in self._layers.items():
             dense = role.startswith("dense")
-            attended = sums["kv_tokens" if dense else "attended_tokens"] * layers
+            attended = sums["kv_tokens"] * layers if dense else self._attended(role, sums)
             if mass is not None and not dense:
                 attended += self._fewer(sums, mass)
             visible = self._to("kv_tokens", sums["kv_tokens"] * layers, role=role)
@@ -130,11 +131,18 @@ class Exporter:
             self._to("plane_reuse_pages", counts["pages"])
             self._to("plane_recomputed_pages", counts["recomputed_pages"])
 
+    def _attended(self, role: str, sums: dict[str, int]) -> int:
+        """What a KV head attended to in the layers of a role, of both kinds of heads the mean."""
+        streaming = self._streaming.get(role, 0)
+        lists = self._layers[role] * self._kv_heads - streaming
+        tokens = sums["attended_tokens"] * lists + sums["window_tokens"] * streaming
+        return tokens // self._kv_heads
+
     def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
-        """By how many tokens lists that stopped early fall short of what was planned (below 0)."""
+        """Tokens that lists which stopped early attended to, less the planned tokens (below 0)."""
         reached = sum(layer["blocks"] for layer in mass.values())
-        planned = sums["selected_units"] * len(mass)
-        return (reached // self._kv_heads - planned) * self._unit
+        lists = len(mass) * self._kv_heads - sum(self._streaming.values())
+        return (reached - sums["selected_units"] * lists) // self._kv_heads * self._unit
 
 
 def _exporter(reporter: Any) -> Exporter:
@@ -148,16 +156,17 @@ def _exporter(reporter: Any) -> Exporter:
 
 
 def _enabled(reporter: Any) -> bool:
+    # Without selections there is nothing to count beside what SGLang does.
     return (
         reporter.current_scheduler_metrics_enabled
-        and launch_of(reporter.scheduler.server_args) is not None
+        and selecting_launch_of(reporter.scheduler.server_args) is not None
     )
 
 
 def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step.
 
-    Behind :func:`.progress_log.after_decode`, which reads what all ranks reached.
+    It runs after :func:`.progress_log.after_decode`, which reads the sums of all ranks.
     """
     if reporter.forward_ct_decode % reporter.decode_log_interval or not _enabled(reporter):
         return

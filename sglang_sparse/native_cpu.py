@@ -37,7 +37,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """Switch off what needs an accelerator, and set sizes that the user left open.
 
-        SGLang has chosen its AMX attention by now if no other was asked for; its kernels are
+        If no backend was asked for, SGLang has already chosen its AMX attention, whose kernels are
         missing wherever this platform serves.
         """
         if server_args.attention_backend == "intel_amx":

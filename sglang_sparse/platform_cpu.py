@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where SGLang gets a CPU platform, so that the real server runs where no accelerator is.
+"""Gives SGLang a CPU platform, so that the real server runs on machines without an accelerator.
 
 SGLang's own ``--device cpu`` needs compiled AMX kernels that PyPI does not carry. An out-of-tree
 platform that reports a plain CPU makes every operator take its native PyTorch form instead.
@@ -33,15 +33,16 @@ def activate() -> str | None:
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
     """Which cores each rank runs on, as SGLang reads it: ``0,1|2,3``.
 
-    SGLang itself wants a NUMA node a rank. Ranks share cores where there are fewer than ranks.
+    SGLang itself wants a NUMA node for each rank. If there are fewer cores than ranks, ranks share
+    cores.
     """
     shares = [cores[rank::ranks] or [cores[rank % len(cores)]] for rank in range(ranks)]
     return "|".join(",".join(map(str, share)) for share in shares)
 
 
 def build_multimem(original: Callable[..., Any], gatherer: Any, x: torch.Tensor) -> Any:
-    """AROUND hook on ``triton_symm_mem_ag.MultimemAllGatherer._build``: none on a CPU.
+    """AROUND hook on ``triton_symm_mem_ag.MultimemAllGatherer._build``, which a CPU skips.
 
-    It would look for symmetric memory of GPUs for half a minute, at the first token of all.
+    It would look for symmetric memory of GPUs for half a minute, at the server's first token.
     """
     return None if x.device.type == "cpu" else original(gatherer, x)

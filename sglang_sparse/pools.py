@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that put the pool with planes where SGLang would build its own, and count its bytes."""
+"""Hooks that make SGLang build the pool with planes, and count the planes' bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
-from sglang_sparse.launch import SparseLaunch, launch_of
+from sglang_sparse.launch import SparseLaunch, selecting_launch_of
 
 if TYPE_CHECKING:
     from sglang_sparse_kernels.common import Impl
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def plane_spec(launch: SparseLaunch) -> PlaneSpec:
-    """The planes that this configuration reads, of the layers that read them, and no other."""
+    """The planes that this configuration reads, for the layers that read them."""
     from sglang_sparse_radix.planes_spec import PlaneSpec
 
     config = launch.config
@@ -35,7 +35,7 @@ def kv_pool_class() -> type:
     from sglang_sparse_radix.pool import bind_pool_class
 
     server_args = compat.current_server_args()
-    launch = launch_of(server_args)
+    launch = selecting_launch_of(server_args)
     if launch is None:
         return MHATokenToKVPool
     return bind_pool_class(plane_spec(launch), implementation(compat.resolved(server_args).device))
@@ -68,4 +68,4 @@ def compute_cell_size(
 
 def _planes_of(configurator: Any) -> SparseLaunch | None:
     """The launch whose planes a ``KVCacheConfigurator``'s pool has; None for a draft model's."""
-    return None if configurator.is_draft_worker else launch_of(configurator.server_args)
+    return None if configurator.is_draft_worker else selecting_launch_of(configurator.server_args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the radix tree has to know of a request: from where it attends sparsely."""
+"""Tells the radix tree from which position a request attends sparsely."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang_sparse_radix.branches import DENSE, SparseFrom
 
 
 def sparse_from(server_args: Any, req: Any) -> SparseFrom:
-    """From which positions on a request attends sparsely.
+    """The positions from which a request attends sparsely.
 
     Args:
         server_args: SGLang's ``ServerArgs``.
         req: SGLang's ``Req``; its ``sampling_params.custom_params`` were checked on arrival.
 
     Raises:
-        ConfigError: they are not what a request may ask for.
+        ConfigError: the parameters are not allowed.
     """
     launch = launch_of(server_args)
     if launch is None:

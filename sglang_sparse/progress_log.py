@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line of the server's log on what progressive attention reached, at SGLang's own interval."""
+"""Logs a line about progressive attention at SGLang's logging interval."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Sums = Mapping[int, Mapping[str, int]]
 def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None:
     """AFTER hook on ``SchedulerMetricsReporter.report_decode_stats``, which runs at every step.
 
-    Reads the counters without waiting for the device, one interval late. Every rank runs it at the
-    same steps, so what their heads reached is added up here.
+    It reads the counters without waiting for the device, one interval late. Every rank runs it at
+    the same steps, so the sums of all ranks' heads are added up here.
     """
     if reporter.forward_ct_decode % reporter.decode_log_interval:
         return
@@ -39,7 +39,7 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
 
 
 def last(reporter: Any) -> dict[int, dict[str, int]] | None:
-    """What the heads of all ranks had reached at the last interval; None if none was read yet."""
+    """The sums over the heads of all ranks at the last interval; None before the first."""
     found: dict[int, dict[str, int]] | None = getattr(reporter, "_sparse_progress", None)
     return found
 

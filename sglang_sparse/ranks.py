@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of tensor parallelism counted, put together.
+"""Adds up the counts of tensor-parallel ranks.
 
-Each rank has some of the KV heads and counts for those. What follows from the plan of a batch
-(rows, tokens, steps, reuse of prefixes) is the same on every rank and is not added up. The
+Each rank has some of the KV heads and counts for them. Counts that follow from the plan of a batch
+(rows, tokens, steps, reuse of prefixes) are the same on every rank and are not added up. The
 functions are collective: every rank calls them, at the same step or for the same request.
 """
 
@@ -17,7 +17,7 @@ Sums = dict[int, dict[str, int]]
 
 
 def gather(mine: Any) -> list[Any]:
-    """What every rank handed in, in their order; over the CPU's process group, so plain values."""
+    """The values of all ranks, in their order, exchanged over the CPU's process group."""
     group, ranks = compat.tensor_group()
     if ranks == 1:
         return [mine]
@@ -33,7 +33,7 @@ def reached(backend: Any, mine: Sums | None) -> Sums | None:
 
     Args:
         backend: this rank's, which knows whether a lower rank has the same heads.
-        mine: sums of this rank's heads.
+        mine: the sums of this rank's heads.
     """
     parts = gather((backend.holds_replicas, mine))
     return add_up(part for replica, part in parts if not replica)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which length on rows are sparse, and that a request can get that long.
+"""Checks that a request can get long enough to be sparse.
 
 A row is sparse from ``min_sparse_tokens`` tokens on. A server whose longest request is shorter
-would hold planes and attend densely all the same, so it does not start.
+would hold planes and still attend densely, so it does not start.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ def check_reach(resolved: Resolved, context_len: int, pool_tokens: int | None) -
     """Refuse a configuration under which no row can become sparse.
 
     Args:
-        resolved: the configuration and what it was resolved from.
+        resolved: the configuration and its source.
         context_len, pool_tokens: as in :func:`.compat.longest_row`.
 
     Raises:
         ConfigError: ``min_sparse_tokens`` is above the longest row.
     """
     config = resolved.config
+    if config.retention.bounded:  # every row is served from its state, whatever its length
+        return
     longest = compat.longest_row(context_len, pool_tokens, config.page_size)
     if config.min_sparse_tokens <= longest:
         return
@@ -53,7 +55,7 @@ def _suggested(context_len: int, longest: int) -> int:
 
 
 def _lower(resolved: Resolved, tokens: int) -> str:
-    """What to type so that rows are sparse from ``tokens`` tokens on."""
+    """The flag to add so that rows are sparse from ``tokens`` tokens on."""
     given, change = resolved.given, {_KEY: tokens}
     if given is None:
         return f"add {CONFIG_FLAG} {shlex.quote(json.dumps(change))}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request may ask for: ``custom_params: {"sparse": {...}}``.
+"""The options of a request: ``custom_params: {"sparse": {...}}``.
 
 ======================  ==========================================================================
 ``{"mode": "dense"}``   attend to everything, as a dense server would
@@ -7,8 +7,8 @@
                         context; within limits that the server sets
 ======================  ==========================================================================
 
-Requests are checked in the process that takes them, before anything is scheduled, so that a bad
-one is answered with status 400 and costs nobody else anything.
+Requests are checked in the process that receives them, before they are scheduled. A bad request is
+answered with status 400 and does not affect any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from sglang_sparse.choices.choice import Choice
+from sglang_sparse.choices.choice import Choice, InvalidConfig
 from sglang_sparse.choices.interfaces import BudgetChoice
 from sglang_sparse.config import ConfigError, SparseConfig
 from sglang_sparse.config.errors import shorten
@@ -33,7 +33,7 @@ _WHERE = f"{PARAMS}.{KEY}"
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a request asked for.
+    """The options that a request gave.
 
     Attributes:
         dense: attend to everything.
@@ -59,7 +59,7 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
 
     Args:
         custom_params: SGLang's ``sampling_params.custom_params``, as the client sent it.
-        config: what the server runs.
+        config: the server's configuration.
 
     Raises:
         ConfigError: one line that names the key, its value and the allowed range.
@@ -74,6 +74,13 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
         asked = _Asked.model_validate(custom_params[KEY])
     except ValidationError as error:
         raise _wrong_shape(error, custom_params[KEY], config) from None
+    try:
+        config.retention.check_request(dense=asked.mode == "dense", budget=asked.budget)
+    except InvalidConfig as error:
+        what = ("mode", asked.mode) if asked.mode == "dense" else ("budget", asked.budget)
+        raise _refused(
+            f"{_WHERE}.{what[0]}", what[1], error.problem, error.allowed, error.remedy
+        ) from None
     if asked.mode == "dense":
         if asked.budget is not None:
             raise _refused(

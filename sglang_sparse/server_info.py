@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``sparse`` block of ``/server_info``: what runs, so that nobody has to guess."""
+"""The ``sparse`` block of ``/server_info``, with the facts and counts of the server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ VERIFY = "SGLANG_SPARSE_VERIFY"  # 1: compare the tree's planes with recomputati
 def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
     """AFTER hook on ``Scheduler.get_internal_state``, which every rank of a server runs.
 
-    The answer is the first rank's. What its heads count is added up over ranks, and ``ranks`` says
-    what each of them has.
+    SGLang answers with the first rank's block. Counts of heads are added up over ranks, and
+    ``ranks`` lists the values of each rank.
     """
     launch = launch_of(scheduler.server_args)
     if launch is not None:
@@ -42,7 +42,7 @@ def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
 
 
 def _over_ranks(block: dict[str, Any], replica: bool, reached: ranks.Sums | None) -> dict[str, Any]:
-    """``block`` with what the heads of all ranks add up to."""
+    """``block`` with the sums over the heads of all ranks."""
     mine = {key: block[key] for key in _OF_A_RANK if key in block}
     parts = ranks.gather((replica, mine))
     whole = block | {"ranks": [part for _, part in parts]}

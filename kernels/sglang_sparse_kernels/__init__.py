@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of sparse decode attention, each beside its plain PyTorch reference.
 
-An operator is a folder. ``reference.py`` defines it, ``cpu.py``, where there is one, is fast on a
-CPU, and the other files hold the Triton implementation. ``api.py`` validates and dispatches on
-``impl``; it never falls back to another implementation. Arguments travel in the records of
-``records.py``. ``step`` puts the operators together to a decode step.
+Each operator has a folder. ``reference.py`` defines the operator. ``cpu.py``, where there is one,
+is fast on a CPU. The other files hold the Triton implementation. ``api.py`` validates and
+dispatches on ``impl``; it never falls back to another implementation. Arguments travel in the
+records of ``records.py``. ``step`` puts the operators together to a decode step.
 """
 
 from .attend import gathered_decode_attention, make_workspace
@@ -50,6 +50,7 @@ from .progressive import (
 from .records import (
     BLOCK_UNITS,
     Always,
+    HeadWindows,
     KVScales,
     KVView,
     Lists,
@@ -97,6 +98,7 @@ __all__ = [
     "ExactScore",
     "ExactWorkspace",
     "FindStop",
+    "HeadWindows",
     "KVScales",
     "KVView",
     "KeySketch",

@@ -6,9 +6,9 @@ from typing import Literal, get_args
 import torch
 
 Impl = Literal["triton", "cpu", "torch"]
-"""Kernels of a GPU; what is fast on a CPU; the references.
+"""Triton kernels for a GPU; code that is fast on a CPU; the references.
 
-An operator whose reference is fast enough on a CPU has one implementation for both of the latter.
+Where the reference of an operator is fast enough on a CPU, "cpu" and "torch" are the same.
 """
 
 Reduce = Literal["max", "sum"]

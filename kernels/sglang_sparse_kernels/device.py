@@ -23,6 +23,6 @@ def programs_to_fill(device: torch.device, ctas_per_sm: int) -> int:
 
 
 def splits_of(row_heads: int, tiles: int, ctas_per_sm: int, device: torch.device) -> int:
-    """Programs that take the tiles of a row and KV head in turn, for ``row_heads`` of them."""
+    """Programs that share the tiles of a row and KV head, in a batch of ``row_heads`` of those."""
     # Rounding down keeps all programs resident at once; one more would run alone at the end.
     return max(1, min(programs_to_fill(device, ctas_per_sm) // row_heads, tiles))

@@ -20,10 +20,10 @@ from .common import (
 
 if TYPE_CHECKING:
     from .plan import DecodePlan
-    from .triton_ops import KVArgs
+    from .triton_ops import KVArgs, WindowArgs
 
 BLOCK_UNITS = 8
-"""Units whose largest score is kept, so that selection can skip blocks that cannot win."""
+"""Units in a block. The largest score of each block is kept, so that selection can skip blocks."""
 
 _BLOCK_ALIGNMENT = 16
 HEAD_DIMS = (64, 128)
@@ -150,6 +150,52 @@ class Softmax:
 
 
 @dataclass(frozen=True)
+class HeadWindows:
+    """KV heads that attend to sinks and a local window in place of a list: streaming heads.
+
+    DuoAttention (arXiv 2410.10819) and LServe (arXiv 2502.14866, section 3.3). In a row that
+    selects (tail_start above 0), such a head attends to the positions below ``sink`` and to the
+    last ``local`` ones. In a dense row it attends to everything.
+
+    Attributes:
+        streams: int32 [H], 1 for a streaming head and 0 for the others, which attend to lists.
+        sink: leading tokens.
+        local: last tokens of a row, the one being decoded included.
+    """
+
+    streams: torch.Tensor
+    sink: int
+    local: int
+
+    def __post_init__(self) -> None:
+        if self.sink < 0 or self.local < 0:
+            raise ValueError(f"sink={self.sink} and local={self.local} must not be negative")
+
+    @property
+    def args(self) -> "WindowArgs":
+        """The windows for kernels."""
+        from .triton_ops import WindowArgs
+
+        return WindowArgs(self.streams, self.sink, self.local)
+
+    def check(self, heads: int) -> None:
+        """Raise ValueError unless these are windows of ``heads`` KV heads."""
+        check_shape("streams", self.streams, (heads,))
+        check_dtype("streams", self.streams, torch.int32)
+
+    def positions(self, length: int, queries: int = 1) -> torch.Tensor:
+        """int64, ascending: what a streaming head of a row of ``length`` tokens attends to.
+
+        With several queries, of which the first one is the last of these tokens, what any of them
+        attends to.
+        """
+        start = max(length - self.local, min(self.sink, length))
+        device = self.streams.device
+        sinks = torch.arange(min(self.sink, length), device=device)
+        return torch.cat((sinks, torch.arange(start, length + queries - 1, device=device)))
+
+
+@dataclass(frozen=True)
 class Always:
     """Tokens that are always selected, whatever their scores.
 
@@ -172,12 +218,13 @@ class Lists:
 
     Attributes:
         indices: int32 [list rows, lists, capacity], contiguous, logical units, distinct within a
-            list; entries past a list's count are undefined. There is a list a KV head, or, with a
-            ``head_map``, any number.
+            list; entries past a list's count are undefined. Each KV head has a list. With a
+            ``head_map`` there may be any number of lists.
         counts: int32 [list rows, lists], contiguous.
         rows: int32 [R], the list row of each row of the batch.
         unit: tokens a unit.
         head_map: int32 [H], the list that each KV head reads; its own if None.
+        windows: KV heads that read none, and what they attend to instead; None if all read one.
     """
 
     indices: torch.Tensor
@@ -185,14 +232,20 @@ class Lists:
     rows: torch.Tensor
     unit: int = 1
     head_map: torch.Tensor | None = None
+    windows: HeadWindows | None = None
 
     @property
     def capacity(self) -> int:
         """Units that a list holds."""
         return self.indices.shape[2]
 
+    @property
+    def window_args(self) -> "WindowArgs | None":
+        """The windows for kernels."""
+        return None if self.windows is None else self.windows.args
+
     def first(self, rows: int) -> "Lists":
-        """A view of the first ``rows`` list rows, for lists that have one a row of the batch."""
+        """A view of the first ``rows`` list rows, for lists with a row for each row of a batch."""
         return Lists(self.indices[:rows], self.counts[:rows], self.rows[:rows], self.unit)
 
     def check_written(self, rows: int) -> None:
@@ -215,6 +268,8 @@ class Lists:
         else:
             check_shape("head_map", self.head_map, (heads,))
             check_dtype("head_map", self.head_map, torch.int32)
+        if self.windows is not None:
+            self.windows.check(heads)
 
 
 @dataclass(frozen=True)
@@ -229,18 +284,39 @@ class Scores:
         values: float32 [R, lists, max_units] ("torch" also float64), contiguous.
         block_max: float32 [R, lists, padded_blocks(max_units)], contiguous, the largest score of
             every :data:`BLOCK_UNITS` units.
+        unread: int32 [lists], 1 for a list that no head attends to: its units are not scored, and
+            it is not selected. None if every list is read.
     """
 
     values: torch.Tensor
     block_max: torch.Tensor
+    unread: torch.Tensor | None = None
 
     def rows(self, batch_size: int) -> "Scores":
         """A view of the first ``batch_size`` rows."""
-        return Scores(self.values[:batch_size], self.block_max[:batch_size])
+        return Scores(self.values[:batch_size], self.block_max[:batch_size], self.unread)
 
     def check(self, rows: int, lists: int) -> None:
         """Raise ValueError unless these are scores of ``rows`` rows of so many lists."""
         check_shape("scores", self.values, (rows, lists, -1))
+        if self.unread is not None:
+            check_shape("unread", self.unread, (lists,))
+            check_dtype("unread", self.unread, torch.int32)
+
+    @property
+    def read(self) -> torch.Tensor:
+        """int64, which lists are scored and selected, ascending."""
+        lists = torch.arange(self.values.shape[1], device=self.values.device)
+        return lists if self.unread is None else lists[self.unread == 0]
+
+    def write(self, row: int, scores: torch.Tensor, start: int = 0) -> None:
+        """Store ``scores`` [lists, n] of a row from unit ``start`` on, of lists that are read."""
+        units = slice(start, start + scores.shape[1])
+        if self.unread is None:
+            self.values[row, :, units] = scores
+        else:
+            read = self.read
+            self.values[row, read, units] = scores[read].to(self.values.dtype)
 
     def check_triton(self) -> None:
         """Raise ValueError unless kernels can read and write these."""
@@ -257,7 +333,7 @@ class Scores:
 
 
 def padded_blocks(max_units: int) -> int:
-    """Width of a row of block maxima: rows start aligned, so that they load in wide accesses."""
+    """Width of a row of block maxima, padded so that rows are aligned and load in wide accesses."""
     return -(-max_units // (BLOCK_UNITS * _BLOCK_ALIGNMENT)) * _BLOCK_ALIGNMENT
 
 

@@ -54,11 +54,20 @@ class PlanArgs(NamedTuple):
     reselect: torch.Tensor
 
 
+class WindowArgs(NamedTuple):
+    """A :class:`.records.HeadWindows` as kernels take it."""
+
+    streams: torch.Tensor
+    sink: int
+    local: int
+
+
 def overlapping(row_heads: int) -> dict[str, bool]:
     """Launch options of a kernel that calls :func:`begin`, in a batch of so many rows times heads.
 
-    Of few rows a launch comes up while the one before it ends, which saves part of the time
-    between them. Programs that come up early are spread unevenly, so a full device waits.
+    In a small batch a launch starts while the launch before it ends, which saves part of the time
+    between the two. Programs that start early are spread unevenly over the device, so large batches
+    do not do this.
     """
     overlap = row_heads <= OVERLAP_ROW_HEADS and _can_overlap()
     return {"launch_pdl": True} if overlap else {}
@@ -75,7 +84,7 @@ def _can_overlap() -> bool:
 
 @triton.jit
 def begin():
-    """Let the next launch come up to here; wait until the one before has written everything."""
+    """Let the next launch start; wait until the launch before has written everything."""
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
         gdc_wait()
@@ -121,10 +130,10 @@ def row_table(kv, i_r):
 
 @triton.jit
 def slots_of(p_table, o_p, m_p, PAGE: tl.constexpr):
-    """KV slots of logical positions ``o_p`` of a row; those of page 0 where ``m_p`` is not set.
+    """KV slots of logical positions ``o_p`` of a row; slots of page 0 where ``m_p`` is not set.
 
-    The one place that says where a position lies. With ``PAGE`` in entries a page it says where the
-    entries of a plane lie that has one for several tokens.
+    No other function computes where a position lies. A plane with one entry for several tokens uses
+    it too: ``o_p`` then counts entries, and ``PAGE`` is the number of entries in a page.
     """
     return pages_of(p_table, o_p, m_p, PAGE) * PAGE + o_p % PAGE
 
@@ -145,7 +154,7 @@ def scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP: tl.constexpr):
 def online_softmax(b_s, b_max, b_sum):
     """One tile of a softmax: (weights, factor of what came before, largest logit, sum of weights).
 
-    ``b_s`` are logits for exp2, ``b_max`` and ``b_sum`` what the tiles before came to.
+    ``b_s`` are logits for exp2. ``b_max`` and ``b_sum`` are the result of the tiles before.
     """
     b_new = tl.maximum(b_max, tl.max(b_s, 1))
     # A tile whose rows are all masked must not turn -inf - -inf into NaN.
@@ -159,6 +168,36 @@ def online_softmax(b_s, b_max, b_sum):
 def selects_anew(plan, i_r):
     """Whether row ``i_r`` selects anew at this step."""
     return (tl.load(plan.reselect + i_r) != 0) & (tl.load(plan.k_units + i_r) > 0)
+
+
+@triton.jit
+def is_read(unread, i_list):
+    """Whether any head attends to list ``i_list``; ``unread`` may be None, when all are read."""
+    read = True
+    if unread is not None:
+        read = tl.load(unread + i_list) == 0
+    return read
+
+
+@triton.jit
+def head_tail(windows, streams, seq_len, tail):
+    """(where the tail of a KV head starts, sinks behind it); ``tail`` is where the plan's starts.
+
+    Of a head that ``streams`` the tail is the window, and the sinks follow as if positions went on
+    after the row's end (:func:`tail_positions`).
+    """
+    sink = tl.minimum(windows.sink, seq_len)
+    start = tl.where(streams, tl.maximum(seq_len - windows.local, sink), tail)
+    return start, tl.where(streams, sink, 0)
+
+
+@triton.jit
+def tail_positions(tail, o_n, end, WINDOWS: tl.constexpr):
+    """Positions of the ``o_n``-th tokens of a tail; with ``WINDOWS`` sinks follow its ``end``."""
+    b_pos = tail + o_n
+    if WINDOWS:
+        b_pos = tl.where(b_pos >= end, b_pos - end, b_pos)
+    return b_pos
 
 
 @triton.jit

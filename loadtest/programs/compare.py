@@ -4,9 +4,9 @@
     python loadtest/programs/compare.py --dense http://127.0.0.1:30000 \\
         --sparse http://127.0.0.1:30001 --out programs.json
 
-Compared are the answers, and the cached tokens of each call: a prefix must be shared as well on a
-sparse server as on a dense one. The markers around the question are those of the reference model;
-give your model's with `--before` and `--after`.
+It compares the answers and the cached tokens of each call: a sparse server must share prefixes as
+well as a dense one. The default markers around the question are those of the reference model; give
+your model's with `--before` and `--after`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class Document:
     """A text with facts in it.
 
     Attributes:
-        text: about `repeats` x 22 words of filler, with a fact here and there.
-        facts: what each name's number is.
+        text: about `repeats` x 22 words of filler, with facts at equal distances.
+        facts: the number of each name.
     """
 
     text: str

@@ -12,7 +12,7 @@ BRANCHES, DEPTH = 3, 2
 
 @sgl.function
 def solve(s: Any, before: str, text: str, question: str, after: str) -> None:
-    """`DEPTH` rounds of `BRANCHES` thoughts each; the likeliest of a round is thought further."""
+    """`DEPTH` rounds of `BRANCHES` thoughts each; the next goes on with the likeliest."""
     s += f"{before}{text}\n\n{question}{after}"
     s.sync()
     metas, thoughts, state = [], [], s

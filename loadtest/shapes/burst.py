@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calm, with everybody at once every half minute: does the queue drain in between?"""
+"""Few users, and all of them at once every half minute: does the queue drain in between?"""
 
 from __future__ import annotations
 

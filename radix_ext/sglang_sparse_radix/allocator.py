@@ -31,8 +31,7 @@ class TorchPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """Slots for the tokens `[prefix_len, seq_len)` of each request.
 
-        The rest of a request's last, partly filled page comes first, then new pages in free-list
-        order.
+        First the free part of a request's last page is used, then new pages in free-list order.
 
         Args:
             prefix_lens, seq_lens: int64 `[bs]`, tokens before and after this extend.
@@ -74,7 +73,7 @@ class TorchPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot a request: the next of its last page, or the first of a new page.
+        """One slot for each request: the next slot of its last page, or the first of a new page.
 
         Args:
             seq_lens: int64 `[bs]`, the new token included.

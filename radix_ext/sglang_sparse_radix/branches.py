@@ -13,8 +13,8 @@ A branch begins at the end of a node and never leads back: what is computed on t
 sparse attention saw it too. A request looks its prefix up in the trunk and in the branches of its
 own way of attending. A dense request thus finds dense KV only.
 
-A page belongs to the first branch that all of its tokens may lie in, so one sparse token takes its
-page off the trunk.
+A page belongs to the first branch on which all of its tokens may lie. So one token that saw sparse
+attention keeps its whole page off the trunk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREFILL = "prefill"
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """The extra key of nodes off the trunk; no JSON value equals it, so no client can send it.
+    """The extra key of nodes on a branch. No JSON value equals it, so no client can send it.
 
     Attributes:
         client_key: the `extra_key` that the client sent.
@@ -44,7 +44,7 @@ ExtraKey = str | Branch | None
 
 @dataclass(frozen=True, slots=True)
 class SparseFrom:
-    """From which positions on a request attends sparsely.
+    """The positions from which a request attends sparsely.
 
     Attributes:
         prefill: first prompt position that may attend sparsely; None if prompts are dense.
@@ -71,8 +71,8 @@ class Section:
 def allowed(sparse: SparseFrom, client_key: str | None, page_size: int) -> list[Section]:
     """The branches that a request may find its prefix on, in the order of the path.
 
-    Where a sparse request's own prompt would be sparse, dense KV is no prefix of it either: what
-    it computes then does not depend on what was cached.
+    Where the prompt of a request would itself be sparse, dense KV may not be its prefix either. So
+    its result does not depend on what was cached.
 
     Args:
         sparse: from where the request attends sparsely.
@@ -104,7 +104,8 @@ def sections(
         sparse: from where it attends sparsely.
         client_key: the `extra_key` that its client sent.
         matched: tokens of its prefix that the tree holds, by branch.
-        prefilled: tokens up to which its last prefill went; those behind were decoded.
+        prefilled: tokens that had been prefilled when its last prefill ended; later tokens were
+            decoded.
         page_size: tokens of a page.
 
     Returns:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of plane. Each object says its tensors, their bytes, and what they must hold.
+"""The kinds of plane. Each object names its tensors, their bytes, and the values they must hold.
 
-What a plane must hold is recomputed here from the K rows of a page, straight from its definition:
-without the update kernels or their references, so that a check of those shares no code with them.
+The values are recomputed here from the K rows of a page, straight from the definition of the plane.
+This uses neither the update kernels nor their references, so that a check shares no code with them.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SCALE_MAX = 65504.0
 
 
 class Expected(NamedTuple):
-    """What a plane must hold for some pages.
+    """The values that a plane must hold for some pages.
 
     Attributes:
-        values: by physical page, as :meth:`Plane.of_pages` gives what is stored.
-        defined: broadcastable to ``values``, true where an entry is defined; those of unwritten
-            rows are not.
-        slack: how far what is stored may lie from ``values``; None for not at all.
+        values: by physical page, in the layout of :meth:`Plane.of_pages`.
+        defined: broadcastable to ``values``, true where an entry is defined. Entries of rows that
+            were not written are not.
+        slack: largest allowed difference from ``values``; None if they must be equal.
     """
 
     values: torch.Tensor
@@ -86,7 +86,7 @@ class Plane(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CuboidPlane(ABC):
-    """Base of planes that hold a cuboid a logical page and KV head: its lower and upper ends.
+    """Base of planes that hold the ends of a cuboid for each logical page and KV head.
 
     Each is `[L, pages * P // logical_page, H, D]` in :meth:`dtype_of` the KV dtype.
 
@@ -159,8 +159,8 @@ class PageBounds(CuboidPlane):
 class PageDigest(CuboidPlane):
     """Cuboid-mean digest of a logical page (ArkVale): centre and mean distance from it.
 
-    Up to 64 distances may be added up in any order in float32, which may carry an entry over to
-    the next number of its dtype. That is bf16 beside fp8 keys: a mean of them is no fp8 number.
+    Up to 64 distances are added up in float32, in any order. Rounding may therefore move an entry
+    to the next number of its dtype. It is bf16 beside fp8 keys, as a mean of them is no fp8 number.
     """
 
     names: ClassVar[tuple[str, str]] = ("page_mean_low", "page_mean_high")
@@ -190,10 +190,10 @@ class PageDigest(CuboidPlane):
 
 @dataclass(frozen=True, slots=True)
 class SketchPlane:
-    """The keys again, dimension before token, in fewer bits (SparCas).
+    """A copy of the keys with the dimension before the token, in fewer bits (SparCas).
 
-    `[L, runs, H, D, 128]`; a run is 128 / P pages, and `"int4"` holds two tokens a byte. Integers
-    have a scale a token and head beside them, float16 `[L, pages, H, P]`.
+    It is `[L, runs, H, D, 128]`. A run is 128 / P pages, and `"int4"` holds two tokens in a byte.
+    Integers have a scale for each token and head, float16 `[L, pages, H, P]`.
 
     Raises:
         ValueError: unknown `storage`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which planes lie beside the KV pages, of which layers, and exactly how many bytes they take."""
+"""Which planes lie beside the KV pages, for which layers, and exactly how many bytes they take."""
 
 from __future__ import annotations
 

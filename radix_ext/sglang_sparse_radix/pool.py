@@ -10,12 +10,11 @@ Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23 unle
       `_build_oot_mha_kv_pool` (takes the platform's `get_mha_kv_pool_cls()` and passes no
       `v_head_dim`, post-capture or copy arguments)
 
-Who writes K, and who keeps the planes right: K rows reach the pool through `set_kv_buffer` or
-through a kernel that writes the buffers directly (fused RoPE), so the pool cannot see every write.
-The attention backend therefore calls `update_planes` once a forward pass, for all layers, with the
-positions that the pass wrote. K rows that come back from the host are `host_loads`' part. Every
-other writer that this pool inherits is refused below, because it would move or replace K rows
-without that call.
+K rows reach the pool through `set_kv_buffer`, or through a kernel that writes the buffers directly
+(fused RoPE). So the pool cannot see every write. The attention backend therefore calls
+`update_planes` once in each forward pass, for all layers, with the positions that the pass wrote.
+`host_loads` sees to K rows that come back from the host. Every other writer that this pool inherits
+is refused below, because it would move or replace K rows without that call.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         """(K bytes + plane bytes, V bytes).
 
         SGLang logs the pair, adds it up into `mem_usage` and reports that as the pool's memory.
-        Planes are derived from K alone, so they are counted on the K side; the start-up log names
-        them.
+        Planes are derived from K alone, so they are counted with K. The start-up log names them.
         """
         k_bytes, v_bytes = super().get_kv_size_bytes()
         return int(k_bytes) + self.plane_bytes(), int(v_bytes)

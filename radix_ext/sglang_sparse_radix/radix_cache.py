@@ -6,8 +6,8 @@ Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23):
       `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which takes
       any hashable extra key
   `../managers/schedule_batch.py`: `Req.extra_key`, `Req.last_node`
-Where a request's KV enters the tree differs by version: the subclasses of `sglang_sparse.compat`
-override it. There SGLang calls `insert`, and `match_prefix` without a request.
+The function that puts a request's KV into the tree differs between versions, and the subclasses in
+`sglang_sparse.compat` override it. It calls `insert`, and `match_prefix` without a request.
 
 Invariant 1: for every page reachable from a running request or from the tree, each plane equals
 recomputation from the KV rows now in that page. Planes are indexed by the physical page, and a
@@ -85,9 +85,9 @@ MakeKey = Callable[["array[int]", ExtraKey], RadixKey]
 class PlaneReuse:
     """Monotonic counts since start; they survive `/flush_cache`.
 
-    A prefill counts once for each time a request gets a row: again after a retraction, not again
-    for further chunks. Tokens count when the prefill ran, not when the scheduler only looked the
-    prefix up.
+    A prefill counts once each time a request gets a row. It counts again after a retraction, but
+    not for further chunks. Tokens count when the prefill ran, not when the scheduler looked up the
+    prefix.
 
     Attributes:
         prefills: prefills counted.
@@ -118,7 +118,7 @@ class SparseRadixCache(RadixCache):
     def __init__(
         self, params: CacheInitParams, sparse_from: Callable[[Req], SparseFrom], **build: Any
     ) -> None:
-        """Takes what SGLang's tree takes, and from where each request attends sparsely."""
+        """Takes what SGLang's tree takes, and a rule that says where a request is sparse."""
         self.plane_reuse = PlaneReuse()
         self._sparse_from = sparse_from
         # The path of the request whose KV is being cached.
@@ -131,7 +131,7 @@ class SparseRadixCache(RadixCache):
 
         Returns:
             `pages` compared, and `wrong`: the (layer, page, plane) that differ. It copies to the
-            host and takes seconds: never call it while requests matter.
+            host and takes seconds: do not call it while requests are served.
         """
         slots = self._slots_on_device()
         pages = slots[:: self.page_size] // self.page_size
@@ -140,7 +140,8 @@ class SparseRadixCache(RadixCache):
 
     def _slots_on_device(self) -> torch.Tensor:
         """KV slots of all nodes, int64 `[n * P]`, in whole pages; not of those on the host."""
-        slots = [self._empty_match_result.device_indices]
+        device = self.token_to_kv_pool_allocator.device
+        slots = [torch.empty(0, dtype=torch.int64, device=device)]
         stack = list(self.root_node.children.values())
         while stack:
             node = stack.pop()
@@ -170,7 +171,7 @@ class SparseRadixCache(RadixCache):
         """Put the section of `params` that begins at `start` below `node`.
 
         Returns:
-            How many of its tokens were there already, and the node that it ends on.
+            How many of its tokens the tree already held, and the node that it ends on.
         """
         raise NotImplementedError
 
@@ -184,7 +185,8 @@ class SparseRadixCache(RadixCache):
 
         Args:
             req: the request whose KV is put into the tree.
-            prefilled: tokens up to which its last prefill went; those behind were decoded.
+            prefilled: tokens that had been prefilled when its last prefill ended; later tokens were
+                decoded.
         """
         matched: Counter[ExtraKey] = Counter()
         node = req.last_node
@@ -218,7 +220,7 @@ class SparseRadixCache(RadixCache):
         """See `RadixCache`; KV that saw sparse attention goes to branches of its own."""
         prefix, node = 0, self.root_node
         for start, _, key in self._cut(params.key):
-            # What is behind newly inserted tokens is new, so what was there is one prefix.
+            # All behind newly inserted tokens is new, so the tokens already held are one prefix.
             present, node = self._insert_section(node, key, start, params)
             prefix += present
         return InsertResult(prefix_len=prefix, last_device_node=node)
@@ -226,7 +228,7 @@ class SparseRadixCache(RadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """The longest prefix that the request may take over; see `RadixCache`.
 
-        Without a request it is the path that is being cached, or dense KV where none is.
+        Without a request it follows the path that is being cached; if there is none, dense KV.
         """
         values: list[torch.Tensor] = []
         node = self.root_node

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server settings under which planes, tree or requests could not be kept right, refused at start.
+"""Server settings that are refused at start, since planes, tree or requests would be wrong.
 
 Reads `sglang/srt/server_args.py` `ServerArgs` fields and `sglang/srt/environ.py` switches. A field
 that this SGLang does not have cannot have been set, so it counts as allowed.
@@ -15,7 +15,7 @@ _LEAVE = "or serve without --attention-backend sparse"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One `ServerArgs` field and the values of it that the planes support."""
+    """A `ServerArgs` field and the values that the planes support."""
 
     field: str
     allowed: tuple[Any, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares planes with what the K rows of their pages say that they must hold, for tests."""
+"""Compares planes with values recomputed from the K rows of their pages, for tests."""
 
 from __future__ import annotations
 

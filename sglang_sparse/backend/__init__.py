@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_sparse.launch import bounded_of
+
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
@@ -14,6 +16,10 @@ def create_backend(runner: Any) -> AttentionBackend:
 
     A draft model attends densely: its KV has no planes.
     """
+    if bounded_of(runner.server_args) is not None:
+        from sglang_sparse.backend.retained import RetainedAttentionBackend
+
+        return RetainedAttentionBackend(runner)
     if runner.is_draft_worker:
         from sglang_sparse.backend.inner import dense_backend
 

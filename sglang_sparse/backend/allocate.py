@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from sglang_sparse.backend.heads import Heads, head_kinds
 from sglang_sparse.checks import refuse
 from sglang_sparse.choices.build import Build, Columns, Limits
 from sglang_sparse.choices.interfaces import PassShape
@@ -23,29 +22,6 @@ _ROWS_APART = 4
 SCORE_ALIGNMENT = 16  # scores of a row start on a 64-byte line, so that kernels load them whole
 # Selections kept across steps are not part of SGLang's memory sizing, so they must stay small.
 MOST_KEPT_BYTES = 4 << 30
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Attention heads of this rank.
-
-    Attributes:
-        query: query heads.
-        kv: KV heads.
-        dim: channels a head.
-        first_kv: global id of the first KV head.
-        total_kv: KV heads of the model.
-        ranks: ranks of tensor parallelism that these are divided over.
-        replicas: whether a lower rank has the same KV heads.
-    """
-
-    query: int
-    kv: int
-    dim: int
-    first_kv: int = 0
-    total_kv: int = 0
-    ranks: int = 1
-    replicas: bool = False
 
 
 def limits_of(
@@ -83,10 +59,12 @@ def limits_of(
 
 
 def kept_sets(config: SparseConfig, layers: range) -> int:
-    """Sets of lists that outlive their layer: one a selecting layer if they outlive their step.
+    """How many sets of lists are kept by request slot.
 
-    Lists that other layers of the same step read take one set, as the next anchor comes after the
-    last of them. 0 if none outlives its layer.
+    If selections outlive their step, there is one set for each selecting layer. If only later
+    layers
+    of the same step read them, one set is enough: the next anchor overwrites it after its last
+    reader. If neither, there is none.
     """
     roles = [config.layers.role(layer) for layer in layers]
     if config.cadence.every > 1:
@@ -146,5 +124,6 @@ def allocate(
         layers=tuple(layer for layer in layers if config.layers.role(layer).selects),
         limits=limits,
         columns=columns,
+        kinds=head_kinds(config, layers, heads, lists=limits.lists, device=columns.device),
         sets=sets,
     )

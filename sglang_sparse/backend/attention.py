@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend: an inner dense backend, and a selection in front of long rows' decode.
+"""The attention backend: sparse decode for long rows, and an inner dense backend for all else.
 
-Contract: ``layers/attention/base_attn_backend.py: AttentionBackend``. Prefill and rows that are
-too short to gain run on the inner backend, chosen once. Planes are brought up to date once a
-step for all layers, after the last layer: the token written at this step is always attended to,
-so no selection of this step needs its plane entry.
+Contract: ``layers/attention/base_attn_backend.py: AttentionBackend``. Dense prefill, and batches
+whose rows are all too short, run on the inner backend, which is chosen at start. Planes are updated
+once a step for all layers, after the last layer. This is early enough, since the token of this step
+is always attended to, so that no selection needs its plane entry yet.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +46,14 @@ logger = logging.getLogger(__name__)
 
 
 class SparseAttentionBackend(AttentionBackend):
-    """Selects what long rows attend to; everything else is the inner backend's.
+    """SGLang's attention backend for a sparse server.
 
     Attributes:
-        requests: what each request asked for; the batch's are told to it before it is planned.
-        decode, extend: owners of decode and prefill batches.
+        requests: the options of each request. It gets a batch's requests before the batch is
+            planned.
+        decode, extend: plan and run decode and prefill batches.
         counters: sums over decode steps; None where SGLang's metrics are off.
-        progress: what layers reached, where the budget counts that; else None.
+        progress: sums of what layers reached, if the budget counts them; else None.
     """
 
     needs_cpu_seq_lens = True  # they choose the graph
@@ -100,7 +101,7 @@ class SparseAttentionBackend(AttentionBackend):
             config, build, score, budget, first_head=heads.first_kv, probe=self._probe
         )
         counts = compat.resolved(runner.server_args).enable_metrics
-        self.counters = DecodeCounters.of(build) if counts else None
+        self.counters = DecodeCounters.of(build, sum(config.heads.window)) if counts else None
         self.progress: LayerCounters | None = budget.counters
         self.decode = DecodeSteps(
             config, build, budget, self._programs, self.requests, table, self.counters
@@ -111,7 +112,7 @@ class SparseAttentionBackend(AttentionBackend):
         self._last_layer = pool.end_layer - 1
         logger.info(banner.text(self.facts()))
 
-    # What SGLang reads off whatever backend it holds.
+    # Properties that SGLang reads from any backend.
 
     @property
     def variant(self) -> Variant:
@@ -137,12 +138,20 @@ class SparseAttentionBackend(AttentionBackend):
 
     # Planning, once a batch.
 
+    def take_batch(self, reqs: Sequence[Any], forward_batch: ForwardBatch) -> None:
+        """Note what the requests of the batch that is planned next asked for."""
+        mode = forward_batch.forward_mode
+        if mode.is_decode_or_idle() or mode.is_target_verify():
+            self.requests.expect(reqs)
+        else:
+            self.requests.admit(reqs, forward_batch.req_pool_indices)
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         self._inner.init_cuda_graph_state(max_bs, max_num_tokens)
         self.decode.allocate_for_graphs(max_bs)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Eager entry: plan a decode batch, or note what a prefill batch will write."""
+        """Eager entry: plan a decode batch, or record the positions that a prefill batch writes."""
         if _decodes(forward_batch):
             self._inner.variant = self.decode.choose(forward_batch)
             self.decode.plan_batch(forward_batch, graph=False)
@@ -171,7 +180,7 @@ class SparseAttentionBackend(AttentionBackend):
         return self._selected
 
     def _take_variant(self, forward_batch: ForwardBatch) -> Variant:
-        """What was selected, else a choice made now."""
+        """The graph variant that SGLang asked for before, else a choice made now."""
         selected, self._selected = self._selected, None
         return selected or self.decode.choose(forward_batch)
 
@@ -197,9 +206,14 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            out = self._inner.current.forward_decode(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if self._outdoes_inner:
+                check_keywords(layer, kwargs)
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                out = self._inner.current.forward_decode(
+                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
@@ -252,17 +266,26 @@ class SparseAttentionBackend(AttentionBackend):
             self._write(layer, forward_batch, k, v, save_kv_cache)
             out = self._run(self.decode.run, program, q, layer)
         else:
-            batch = forward_batch
-            if self._inner.name == "torch_native":
-                batch = as_extend(batch, self.decode.queries)
-            out = self._inner.current.forward_extend(
-                q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            if self._outdoes_inner:
+                self._write(layer, forward_batch, k, v, save_kv_cache)
+                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+            else:
+                batch = forward_batch
+                if self._inner.name == "torch_native":
+                    batch = as_extend(batch, self.decode.queries)
+                out = self._inner.current.forward_extend(
+                    q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
+                )
             if program is not None:
                 self._run(self.decode.run, program, q, layer)
         if layer.layer_id == self._last_layer:
             self.decode.update_planes()
         return out
+
+    @property
+    def _outdoes_inner(self) -> bool:
+        """Whether layers of this batch attend to everything through the operators."""
+        return self.variant == "sparse" and not self._inner.sparse_steps
 
     def _write(
         self,
@@ -284,12 +307,12 @@ class SparseAttentionBackend(AttentionBackend):
     def _run(
         self,
         run: Callable[..., torch.Tensor],
-        program: LayerProgram,
+        what: LayerProgram | int,
         q: torch.Tensor,
         layer: RadixAttention,
     ) -> torch.Tensor:
         out = run(
-            program,
+            what,
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
             scaling=layer.scaling,
             logit_cap=layer.logit_cap,
@@ -297,10 +320,10 @@ class SparseAttentionBackend(AttentionBackend):
         )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 
-    # What people are told.
+    # Reports.
 
     def facts(self) -> Facts:
-        """What this server runs; does not wait for the device."""
+        """The facts of this server; does not wait for the device."""
         return gather_facts(
             self._launch,
             self._build,
@@ -318,7 +341,7 @@ class SparseAttentionBackend(AttentionBackend):
         return self._heads.replicas
 
     def reached(self) -> dict[int, dict[str, int]] | None:
-        """What this rank's layers reached, where the budget counts that; waits for the device."""
+        """Sums of what this rank's layers reached, or None; waits for the device."""
         return None if self.progress is None else self.progress.read()
 
     def describe(self) -> dict[str, Any]:

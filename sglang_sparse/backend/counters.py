@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode steps add up to, counted on the device without a step ever waiting for it."""
+"""Sums over decode steps, counted on the device. No step waits for them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,22 @@ _BATCH = -1  # the plan's counts hold for every selecting layer alike
 class DecodeCounters:
     """Sums over decode steps, and the last of their snapshots that reached the host."""
 
-    def __init__(self, *, unit: int, capacity_units: int, impl: Impl, device: torch.device) -> None:
-        """All zeros. ``unit`` in tokens, ``capacity_units`` as the lists have it."""
-        self._add = partial(count_decode, unit=unit, capacity_units=capacity_units, impl=impl)
+    def __init__(
+        self,
+        *,
+        unit: int,
+        capacity_units: int,
+        window: int = 0,
+        impl: Impl,
+        device: torch.device,
+    ) -> None:
+        """All zeros. ``unit`` and ``window`` in tokens, ``capacity_units`` as the lists have it.
+
+        ``window`` is what a streaming head sees.
+        """
+        self._add = partial(
+            count_decode, unit=unit, capacity_units=capacity_units, window=window, impl=impl
+        )
         self._sums = LayerCounters(COUNTS, (_BATCH,), device)
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(len(COUNTS), dtype=torch.int64, pin_memory=on_gpu)
@@ -30,10 +43,12 @@ class DecodeCounters:
         self.changed = False
 
     @classmethod
-    def of(cls, build: Build) -> DecodeCounters:
-        """Counters of one server."""
-        capacity = build.limits.capacity_units
-        return cls(unit=build.unit, capacity_units=capacity, impl=build.impl, device=build.device)
+    def of(cls, build: Build, window: int) -> DecodeCounters:
+        """Counters of one server, whose streaming heads see ``window`` tokens."""
+        return cls(
+            unit=build.unit, capacity_units=build.limits.capacity_units, window=window,
+            impl=build.impl, device=build.device,
+        )  # fmt: skip
 
     def count(self, plan: DecodePlan, budgets: torch.Tensor) -> None:
         """Add one decode step; runs where the plan was made, on the forward stream."""
@@ -47,7 +62,7 @@ class DecodeCounters:
             self._asked, self._pending = False, True
 
     def poll(self) -> dict[str, int] | None:
-        """The snapshot that an earlier call asked for, if it is there; asks for the next one."""
+        """The snapshot that an earlier call started, if it has arrived; starts the next one."""
         if self._pending and (self._copied is None or self._copied.query()):
             self._pending = False
             self._asked = True
@@ -56,9 +71,9 @@ class DecodeCounters:
         return None
 
     def read(self) -> dict[str, int]:
-        """The sums now. Waits for the device: for an idle server or one that was asked.
+        """The current sums. This waits for the device, so only an idle server or a request asks.
 
-        A snapshot on its way is older than that and is dropped: sums only ever grow.
+        A snapshot on its way is older and is dropped; sums only grow.
         """
         self.changed = self._asked = self._pending = False
         return self._sums.read()[_BATCH]

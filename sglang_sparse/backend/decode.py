@@ -16,6 +16,7 @@ from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import BudgetRun
 from sglang_sparse.config import SparseConfig
 from sglang_sparse.graph_variants import Variant
+from sglang_sparse_kernels.attend import gathered_decode_attention
 from sglang_sparse_kernels.plan import (
     DecodePlan,
     PlanRules,
@@ -24,7 +25,7 @@ from sglang_sparse_kernels.plan import (
     plan_decode,
     snapshot_page_table,
 )
-from sglang_sparse_kernels.records import KVScales, Softmax
+from sglang_sparse_kernels.records import KVScales, KVView, Lists, Softmax
 from sglang_sparse_kernels.step import StepContext, decode_step
 
 if TYPE_CHECKING:
@@ -160,6 +161,35 @@ class DecodeSteps:
                 rows=rows,
             )
             decode_step(program.stages, step)
+        return out
+
+    def attend_to_all(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        *,
+        scaling: float,
+        logit_cap: float,
+        kv_scales: KVScales,
+    ) -> torch.Tensor:
+        """Attention of the batch that was planned last to all of its tokens, on a CPU.
+
+        Args:
+            layer: global id of one that attends to everything.
+            q, scaling, logit_cap, kv_scales: as for :meth:`run`.
+
+        Returns:
+            As ``q``.
+        """
+        pool, out, plan = self._build.pool, torch.empty_like(q), self.plan.dense()
+        k, v = pool.get_kv_buffer(layer)
+        kv = KVView(k, v, plan.page_table, pool.page_size, kv_scales)
+        none = torch.zeros((1, pool.head_num, 1), dtype=torch.int32, device=q.device)
+        gathered_decode_attention(
+            q, kv, plan, Lists(none, none[..., 0], plan.k_units),
+            softmax=Softmax(scaling, logit_cap), out=out, queries=self.queries,
+            impl=self._build.impl,
+        )  # fmt: skip
         return out
 
     def nbytes(self) -> int:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 
 from sglang_sparse import __version__, compat
-from sglang_sparse.backend.allocate import Heads
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
+from sglang_sparse.backend.heads import Heads
 from sglang_sparse.choices.build import Build
 from sglang_sparse.config.axes import AXES
 from sglang_sparse.facts import Facts
@@ -28,10 +28,10 @@ def gather_facts(
     inner: str,
     captures_graphs: bool,
 ) -> Facts:
-    """What a server runs, without waiting for its device.
+    """The facts of a server, gathered without waiting for its device.
 
     Args:
-        launch: what its flags resolved to.
+        launch: its resolved flags.
         build: its buffers.
         heads: attention heads of this rank.
         decode, extend: its batches so far.
@@ -43,6 +43,11 @@ def gather_facts(
     layers: dict[str, list[int]] = {}
     for layer in range(pool.start_layer, pool.end_layer):
         layers.setdefault(config.layers.role(layer).name, []).append(layer)
+    streaming = {
+        role: sum(len(config.heads.streams_in(layer)) for layer in ids)
+        for role, ids in layers.items()
+        if not role.startswith("dense")
+    }
     low, high = config.request_range
     axes = config.model_dump(mode="json", include=set(AXES))
     return Facts(
@@ -62,6 +67,7 @@ def gather_facts(
         total_kv_heads=heads.total_kv,
         ranks=heads.ranks,
         layers=layers,
+        streaming_heads=streaming,
         request_budget={"unit": config.budget.key, "least": low, "most": high},
         graphs={
             "decode": "captured" if captures_graphs else "off",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense backends of SGLang that everything dense runs on."""
+"""The dense backends of SGLang that run all dense attention."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ def backend_name(name: str, impl: Impl) -> str:
 
 
 class InnerBackends:
-    """One dense backend; one a variant where decode graphs are captured.
+    """A dense backend; one for each variant where decode graphs are captured.
 
     Attributes:
-        name: SGLang's.
-        variant: the one that the batch being run is planned for.
+        name: its name in SGLang.
+        variant: the variant that the current batch is planned for.
+        sparse_steps: whether it attends in the dense layers of sparse steps. SGLang's own for a CPU
+            copies K and V a token at a time, and would take most of the step.
     """
 
     def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
         """``name`` is a backend of SGLang, or ``auto``."""
         self.name = backend_name(name, impl)
+        self.sparse_steps = not (impl == "cpu" and name == "auto")
         self.variant: Variant = "dense"
         self._build = partial(ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()
@@ -57,10 +60,10 @@ class InnerBackends:
         return self._of[self.variant]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Take graph buffers for each variant.
+        """Allocate graph buffers for each variant.
 
-        A backend keeps one set of them a batch size, and both variants of a batch size are
-        captured, so each variant plans on a backend of its own.
+        A backend keeps one set of buffers for each batch size, and both variants of a batch size
+        are captured. So each variant plans on a backend of its own.
         """
         self._of["sparse"] = self._build()
         for inner in self._of.values():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good the selection is, measured on live traffic: a switch for evaluation, off by default.
+"""Measures the quality of the selection on live traffic. It is a switch, off by default.
 
-``SGLANG_SPARSE_PROBE=1`` makes every sparse decode step also compute dense attention, in plain
-PyTorch, and compare. It synchronizes and costs many times the step, so it needs
-``--disable-cuda-graph`` and is no part of serving.
+With ``SGLANG_SPARSE_PROBE=1`` every sparse decode step also computes dense attention in plain
+PyTorch, and compares. This waits for the device and takes many times as long as the step, so it
+needs ``--disable-cuda-graph`` and is not meant for serving.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class FidelityProbe:
         exact, over_list = (
             torch.empty(q.shape, dtype=torch.float32, device=q.device) for _ in "ab"
         )
+        windows = lists.windows
         attend = partial(
             gathered_decode_attention, q, kv, lists=lists, softmax=step.softmax, impl="torch"
         )
@@ -93,12 +94,18 @@ class FidelityProbe:
             pooled = step.softmax.logits(products).softmax(-1).mean(1)  # [heads, length]
             list_row = int(lists.rows[row])
             for head in range(kv.num_heads):
-                units = lists.indices[list_row, head, : int(lists.counts[list_row, head])].long()
-                within = torch.arange(lists.unit, device=q.device)
-                tokens = (units[:, None] * lists.unit + within).flatten()
-                tokens = tokens[tokens < tail]
-                after = pooled[head, tail:].sum()
-                best = pooled[head, :tail].topk(min(len(tokens), tail)).values.sum()
+                first = tail  # of what is attended to in any case
+                if windows is not None and windows.streams[head]:
+                    first = length
+                    tokens = windows.positions(length)
+                else:
+                    count = int(lists.counts[list_row, head])
+                    units = lists.indices[list_row, head, :count].long()
+                    within = torch.arange(lists.unit, device=q.device)
+                    tokens = (units[:, None] * lists.unit + within).flatten()
+                    tokens = tokens[tokens < tail]
+                after = pooled[head, first:].sum()
+                best = pooled[head, :first].topk(min(len(tokens), first)).values.sum()
                 sums.mass += float(pooled[head, tokens].sum() + after)
                 sums.oracle_mass += float(best + after)
                 group = slice(
@@ -126,7 +133,7 @@ class FidelityProbe:
 
 @dataclass(frozen=True)
 class Observe:
-    """A stage that shows the probe what the stages before it did."""
+    """A stage that lets the probe compare the result of the stages before it."""
 
     probe: FidelityProbe
     layer: int

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers axis at run time: one short list of stages a layer, compiled once at start."""
+"""The layers axis at run time: a short list of stages for each layer, compiled once at start."""
 
 from __future__ import annotations
 
 import torch
 
+from sglang_sparse.backend.heads import lists_of_heads
 from sglang_sparse.backend.probe import FidelityProbe, Observe
 from sglang_sparse.checks import refuse
 from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import BudgetRun, ScoreRun
 from sglang_sparse.choices.role import Role
 from sglang_sparse.config import SparseConfig
+from sglang_sparse_kernels.records import HeadWindows
 from sglang_sparse_kernels.step import Attend, Stage
 
 
@@ -64,18 +66,27 @@ def compile_programs(
             head_map=_head_map(role, build, first_head),
             k=pool.get_key_buffer(layer),
             v=pool.get_value_buffer(layer),
+            windows=_windows(build, layer, attends=attends),
         )
     return programs
 
 
 def _head_map(role: Role, build: Build, first_head: int) -> torch.Tensor | None:
     """int32 [kv_heads] of this rank, or None if each head reads its own list."""
-    heads = range(build.pool.head_num)
-    if build.limits.lists == 1:
-        taken = [0 for _ in heads]
-    elif role.heads is None:
+    if build.limits.lists > 1 and role.heads is None:
         return None
-    else:
-        # No map crosses ranks: check_ranks refused that before any weight was loaded.
-        taken = [role.heads[first_head + head] - first_head for head in heads]
+    heads = range(first_head, first_head + build.pool.head_num)
+    taken = lists_of_heads(role, heads, build.limits.lists)
     return torch.tensor(taken, dtype=torch.int32, device=build.device)
+
+
+def _windows(build: Build, layer: int, *, attends: bool) -> HeadWindows | None:
+    """KV heads of a layer that attend to no list; where it only selects, lists that nobody reads.
+
+    An empty window is all that is left of those: no stop is looked for.
+    """
+    if attends:
+        return build.kinds.windows.get(layer)
+    unread = build.kinds.unread.get(layer)
+    shared = build.limits.lists != build.pool.head_num
+    return None if unread is None or shared else HeadWindows(unread, 0, 0)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Per-request state of decoding: what a request asked for, by its row in SGLang's request table.
+"""Per-request state of decoding: the options of a request, by its row in SGLang's request table.
 
-Written on the forward stream whenever a prefill chunk of the request is prepared, so a row that
-changes hands is rewritten before its new owner's first decode step, behind the old owner's last.
+It is written on the forward stream whenever a prefill chunk of the request is prepared. So when a
+row gets a new owner, it is rewritten after the old owner's last decode step and before the new
+owner's first.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class RequestTable:
     Attributes:
         decode_start: int32 [request slots], tokens a request had when its last prefill ended,
             where its decode clock starts; ``DENSE_REQUEST`` for one that asked to be dense.
-        budgets: int32 [request slots, 2], what its lists hold: tokens, and a share of the domain
-            in millionths.
+        budgets: int32 [request slots, 2], size of its lists: tokens, and a share of the domain in
+            millionths.
         prefill_dense: on the host, whether each row of the last admitted batch asked to be dense.
     """
 
@@ -91,8 +92,8 @@ class RequestTable:
         """Length of the longest row that may select; 0 if none may.
 
         Args:
-            lengths: int [rows] on the host, of the batch told to :meth:`expect`; rows behind
-                those, which pad a graph's batch, count as they are.
+            lengths: int [rows] on the host, of the batch given to :meth:`expect`. Further rows,
+                which pad a graph's batch, count with their length.
         """
         dense_rows, self._dense_rows = self._dense_rows, None
         if dense_rows is not None:
@@ -106,10 +107,5 @@ def tell_backend(result: Any, cls: type, batch: Any, model_runner: Any, **kwargs
     """AFTER hook on ``ForwardBatch.init_new``: the last place that sees the batch's requests."""
     sparse = launch_of(model_runner.server_args) is not None and not model_runner.is_draft_worker
     if sparse and batch.reqs:
-        table: RequestTable = model_runner.attn_backend.requests
-        mode = result.forward_mode
-        if mode.is_decode_or_idle() or mode.is_target_verify():
-            table.expect(batch.reqs)
-        else:
-            table.admit(batch.reqs, result.req_pool_indices)
+        model_runner.attn_backend.take_batch(batch.reqs, result)
     return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend asks of SGLang's model runner, and what it refuses once a model is loaded."""
+"""Reads SGLang's model runner, and refuses what only shows once a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import compat
-from sglang_sparse.backend.allocate import Heads
+from sglang_sparse.backend.heads import Heads
 from sglang_sparse.checks import check_layer, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, launch_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def launch_of_runner(runner: ModelRunner) -> SparseLaunch:
-    """What the flags resolved to; raises ConfigError if they never reached this process."""
+    """The resolved flags; raises ConfigError if they never reached this process."""
     launch = launch_of(runner.server_args)
     if launch is None:
         raise ConfigError(
@@ -49,7 +49,7 @@ def heads_of(runner: ModelRunner) -> Heads:
 
 
 def check_runner(runner: ModelRunner) -> None:
-    """Refuse, with a ConfigError, what only the loaded model and its pool reveal."""
+    """Raise ConfigError for a loaded model or pool that is not supported."""
     pool, path = runner.token_to_kv_pool, runner.server_args.model_path
     resolved = launch_of_runner(runner).resolved
     check_reach(resolved, runner.model_config.context_len, runner.max_total_num_tokens)
@@ -60,6 +60,12 @@ def check_runner(runner: ModelRunner) -> None:
             "models with the plain MHA KV pool",
             f"this model's pool is {type(pool).__name__}: serve it dense",
         )
+    check_layers(runner)
+
+
+def check_layers(runner: ModelRunner) -> None:
+    """Refuse, with a ConfigError, models whose layers attend otherwise than the pool expects."""
+    pool, path = runner.token_to_kv_pool, runner.server_args.model_path
     expected = set(range(pool.start_layer, pool.end_layer))
     layers = compat.attention_layers(runner.model)
     attending = {layer.layer_id for layer in layers}

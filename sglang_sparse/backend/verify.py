@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_sparse import compat
-from sglang_sparse.backend.allocate import Heads
+from sglang_sparse.backend.heads import Heads
 from sglang_sparse.checks import refuse
 from sglang_sparse_kernels.attend import MAX_QUERIES
 

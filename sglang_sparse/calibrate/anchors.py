@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers select, and whose list each head of the others takes (Kascade, 3.3 and 3.5)."""
+"""Chooses the layers that select, and the list that each other head takes (Kascade, 3.3, 3.5)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ def choose_anchors(similarity: Floats, importance: Floats, count: int) -> list[i
     """The anchors that keep most similarity, by dynamic programming (Algorithm 1).
 
     Args:
-        similarity: [L, L]; entry (a, b), a <= b, is what layer b keeps with the lists of layer a.
+        similarity: [L, L]; entry (a, b), a <= b, is the mass share that layer b keeps with the
+            lists of layer a.
         importance: [L], weight of each layer.
         count: anchors to choose, layer 0 among them.
 
     Returns:
-        ``count`` layers, ascending from 0, with the largest sum over all layers of
-        ``importance[b] * similarity[a, b]``, a being the last anchor up to b. Of equal choices the
-        one whose last anchors are lowest.
+        ``count`` layers, ascending from 0, with the largest sum over all layers b of
+        ``importance[b] * similarity[a, b]``, where a is the last anchor up to b. Of equal choices
+        it takes the one whose last anchors are lowest.
 
     Raises:
         ValueError: ``count`` is not from 1 to L.
@@ -47,14 +48,17 @@ def choose_anchors(similarity: Floats, importance: Floats, count: int) -> list[i
 
 
 def map_heads(similarity: Floats, ranks: int) -> NDArray[np.int64]:
-    """The head of one layer whose list suits each head of another best, many to one.
+    """For each head of a layer, the head of another layer whose list suits it best.
+
+    Several heads may take the same list.
 
     Args:
-        similarity: [..., H, H]; entry (i, j) is what head j keeps with the list of head i.
-        ranks: tensor-parallel ranks that no head may look beyond.
+        similarity: [..., H, H]; entry (i, j) is the mass share that head j keeps with the list of
+            head i.
+        ranks: tensor-parallel ranks; a head takes a list of its own rank.
 
     Returns:
-        int64 [..., H], the head i for each j; of equal ones its own number, then the lowest.
+        int64 [..., H], the head i for each j. Of equal heads it takes i = j, then the lowest.
     """
     heads = similarity.shape[-1]
     rank = np.arange(heads) // max(1, heads // ranks)

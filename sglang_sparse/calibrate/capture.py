@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model of transformers and takes what its attention layers see."""
+"""Runs a model of transformers and records the queries and keys of its attention layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_sparse.config import ConfigError, Geometry
 
 Importance = Literal["cosine", "effect"]
 _NAME = "sglang_sparse_capture"
-# What a layer still sees while its effect is measured, and the positions that it is measured at.
+# The tokens that a layer still sees while its effect is measured, and the measured positions.
 SINK, RECENT = 16, 64
 JUDGED = 64
 
 
 class Capture:
-    """A model whose forward pass leaves queries, keys and importance behind.
+    """A model whose forward pass records queries, keys and importance.
 
     Attributes:
         geometry: its shape.
@@ -46,7 +46,7 @@ class Capture:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, attn_implementation=_NAME
             )
-        except Exception as error:  # transformers raises what it likes
+        except Exception as error:  # transformers may raise any exception
             raise ConfigError(
                 flag="--model",
                 value=path,

@@ -42,19 +42,19 @@ METHOD = "kascade"  # whose settings a new preset takes, unless its file is name
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked for.
+    """Settings of a calibration.
 
     Attributes:
         model: folder or hub name.
         prompts: JSON Lines file, or None for generated prompts.
-        anchors: layers that select, layer 0 among them.
-        outputs: presets to write; what they hold beside layers and geometry stays.
-        report: folder of tables and pictures, and of what an interrupted run has so far.
-        count, max_tokens: prompts, and tokens of each.
-        top_k: keys a query that similarity compares.
-        tp: ranks that head maps may not cross.
+        anchors: number of layers that select, layer 0 included.
+        outputs: presets to write; only their layers and geometry are changed.
+        report: folder of tables and pictures, and of the state of an interrupted run.
+        count, max_tokens: number of prompts, and most tokens of each.
+        top_k: keys that each query selects when similarity is measured.
+        tp: tensor-parallel ranks, which head maps may not cross.
         importance: see :meth:`Capture.run`.
-        seed: of the prompts.
+        seed: seed of the prompts.
         device: "cpu" or "cuda".
     """
 
@@ -102,7 +102,7 @@ class Sums:
 
 
 def calibrate(settings: Settings, console: Console) -> Anchors:
-    """Measure, choose and write; goes on where an interrupted run of the same settings ended.
+    """Measure, choose and write; continues an interrupted run of the same settings.
 
     Raises:
         ConfigError: the model, the prompts, an output or a number cannot be used.
@@ -184,7 +184,7 @@ def _measure(settings: Settings, capture: Capture, prompts: Prompts, console: Co
 
 
 def _fingerprint(settings: Settings, prompts: Prompts) -> str:
-    """What must be the same for sums to go on: model files, prompts, and what is measured."""
+    """The inputs that sums depend on: model files, prompts, and settings of the measurement."""
     folder = Path(settings.model)
     files = sorted(folder.glob("*")) if folder.is_dir() else []
     facts = {
@@ -199,7 +199,7 @@ def _fingerprint(settings: Settings, prompts: Prompts) -> str:
 
 
 def _resume(state: Path, fingerprint: str) -> Sums | None:
-    """What an interrupted run of the same fingerprint left, or None."""
+    """The sums that an interrupted run of the same fingerprint left, or None."""
     if not state.is_file():
         return None
     try:
@@ -216,7 +216,7 @@ def _resume(state: Path, fingerprint: str) -> Sums | None:
 
 
 def _check_writable(flag: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before hours are spent on what it is to hold."""
+    """Refuse a file that cannot be written, before hours are spent on its content."""
     try:
         if path.is_dir():
             raise IsADirectoryError(EISDIR, "it is a folder")
@@ -234,7 +234,7 @@ def _check_writable(flag: str, path: Path) -> None:
 
 
 def _base(path: Path) -> SparseConfig:
-    """The preset that ``path`` holds, or the settings that every model starts from."""
+    """The preset in ``path``, or the default settings if there is no such file."""
     if not path.exists():
         if path.suffix != ".json":
             raise ConfigError(

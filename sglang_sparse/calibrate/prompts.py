@@ -21,7 +21,7 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of every prompt, and the hash of the lines that they were read from."""
+    """Token ids of every prompt, and the hash of the lines that hold them."""
 
     ids: list[list[int]]
     sha256: str
@@ -36,9 +36,9 @@ def load_prompts(
         path: a JSON Lines file in :data:`FORMAT`.
         tokenizer: a transformers tokenizer.
         count: prompts to take, drawn at random with ``seed`` if the file has more.
-        min_tokens: tokens that a prompt must have.
-        max_tokens: tokens that are kept of a longer one.
-        seed: of the draw, or of the generated prompts.
+        min_tokens: fewest tokens of a prompt.
+        max_tokens: longer prompts are cut to this length.
+        seed: seed of the draw, or of the generated prompts.
 
     Raises:
         ConfigError: the file cannot be read, holds no prompt, or has bad lines, which are named.
@@ -78,7 +78,7 @@ def _refuse(value: str, problem: str) -> ConfigError:
 
 
 def _encode(line: str, tokenizer: Any) -> list[int]:
-    """Token ids of one line; raises ValueError with what is wrong with it."""
+    """Token ids of one line; raises ValueError that says what is wrong with it."""
     if not line.strip():
         raise ValueError("is empty")
     try:
@@ -104,7 +104,7 @@ def _encode(line: str, tokenizer: Any) -> list[int]:
 
 
 def _generate(tokenizer: Any, count: int, max_tokens: int, seed: int) -> bytes:
-    """Lines with chats over all tasks in turn, each with its answer: that is where models look."""
+    """Lines with chats over all tasks in turn, with answers, since those attend to the needles."""
     suite = TaskSuite(HuggingFaceEncoder(tokenizer), "train")
     length, names = min(max_tokens, GENERATED_LENGTH), list(TASKS)
     if getattr(tokenizer, "chat_template", None):

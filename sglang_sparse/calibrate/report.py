@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a calibration found, as tables and pictures."""
+"""Writes the results of a calibration as tables and pictures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Measured:
         importance: [L].
         averaged: [L, L] similarity of the attention averaged over heads, least over queries.
         head_means: [L, L, H, H] similarity of heads, mean over queries (Kascade, 3.2 and 3.5).
-        maps: [L, L, H], the heads of one layer that the heads of another take by it.
-        mapped: [L, L] similarity under these maps, least over queries (3.3): anchors follow it.
+        maps: [L, L, H], the head maps that follow from ``head_means``.
+        mapped: [L, L] similarity under these maps, least over queries (3.3). The anchors follow
+            from it.
     """
 
     importance: Floats

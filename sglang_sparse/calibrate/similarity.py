@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much attention one layer keeps with the keys that another chose (Kascade, 3.2 to 3.5).
+"""How much attention mass one layer keeps with the keys that another chose (Kascade, 3.2 to 3.5).
 
-Nothing here is of size heads x tokens x tokens: queries are taken in blocks.
+Queries are taken in blocks, so that no tensor has the size heads x tokens x tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def attention(layer: LayerQK, start: int, stop: int) -> Tensor:
 
 
 def _recovered(p: Tensor, top_k: int, per_layer: int) -> tuple[Tensor, Tensor]:
-    """(least, sum) over queries, [S, S]: share of rows t's best mass that rows s' top-k recovers.
+    """(smallest, sum) over queries of the share of t's best mass that the top-k keys of s hold.
 
-    ``p`` is [S, Q, N]; ``per_layer`` of its rows are of one layer. Only s of earlier layers count.
+    Both are [S, S], for rows s and t of ``p`` [S, Q, N]. Each layer has ``per_layer`` rows. Only
+    rows s of earlier layers than t's are measured.
     """
     rows, queries, length = p.shape
     best = p.topk(min(top_k, length), dim=-1)
@@ -55,12 +56,13 @@ def _recovered(p: Tensor, top_k: int, per_layer: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Similarity:
-    """What a prompt says.
+    """Similarity measured on one prompt.
 
     Attributes:
-        layers: [L, L] of the attention averaged over heads (equation 3); 1 where a >= b.
-        heads: [L, L, H, H]: (a, b, i, j), for head j of layer b with the keys of head i of layer a.
-        head_means: the same, mean over queries instead of the least.
+        layers: [L, L], by the attention averaged over heads (equation 3); 1 where a >= b.
+        heads: [L, L, H, H]; entry (a, b, i, j) is the share that head j of layer b keeps with the
+            keys of head i of layer a, the smallest over queries.
+        head_means: the same, but the mean over queries.
     """
 
     layers: Tensor
@@ -81,7 +83,7 @@ def prompt_similarity(
         layers: all layers' queries and keys of one prompt.
         top_k: keys that a query selects.
         block: queries at a time; by default as many as fit in :data:`MOST_BLOCK_BYTES`.
-        advance: told how many queries are done with.
+        advance: called with the number of queries that were done.
     """
     heads, length = layers[0].k.shape[:2]
     count = len(layers)
@@ -93,7 +95,7 @@ def prompt_similarity(
     summed = torch.zeros((count * heads, count * heads), dtype=torch.float64, device=device)
     for start in range(0, length, block):
         stop = min(start + block, length)
-        # Keys past the block are hidden from all of its queries.
+        # Keys after the block are hidden from all of its queries.
         seen = [LayerQK(layer.q, layer.k[:, :stop], layer.scaling) for layer in layers]
         p = torch.stack([attention(layer, start, stop) for layer in seen])
         by_layer = torch.minimum(by_layer, _recovered(p.mean(1), top_k, 1)[0])

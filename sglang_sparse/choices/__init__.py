@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choices of every axis: one file a choice, with its keys and with what it does at run time.
+"""The choices of every axis. Each choice has a file, with its keys and its behaviour at run time.
 
-A choice is found by its folder: ``layers``, ``score``, ``budget`` or ``prefill``. Its keys need
-pydantic alone. What runs imports torch and the kernels, and is imported when a server is built.
+A choice is found by its folder: ``layers``, ``heads``, ``score``, ``budget``,
+``prefill`` or ``retention``. Its keys need pydantic alone. Its run time imports torch and the
+kernels, when a server is built.
 """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the choices of one server build their run time from, and what they leave with it."""
+"""The buffers, limits and state that the choices of one server share at run time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -14,7 +14,15 @@ from sglang_sparse_kernels.attend import make_workspace
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.planes import PageCuboids
-from sglang_sparse_kernels.records import Always, KVScales, KVView, Lists, Scores, make_scores
+from sglang_sparse_kernels.records import (
+    Always,
+    HeadWindows,
+    KVScales,
+    KVView,
+    Lists,
+    Scores,
+    make_scores,
+)
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace
 from sglang_sparse_kernels.step import Stage
 from sglang_sparse_radix.planes import CuboidPlane
@@ -31,8 +39,8 @@ class Limits:
         max_units: selection units in the longest context, rounded up to whole lines of scores.
         capacity_units: units that a list holds.
         rows_a_pass: rows scored and attended together.
-        lists: lists a layer: KV heads, or 1 if they share one.
-        queries: most tokens that a step runs for one request: 1, or a verification's.
+        lists: lists of a layer: one for each KV head, or 1 if they share one.
+        queries: most tokens that a step runs for one request: 1, or those of a verification.
     """
 
     max_units: int
@@ -42,8 +50,21 @@ class Limits:
     queries: int = 1
 
 
+@dataclass(frozen=True)
+class HeadKinds:
+    """KV heads of this rank that stream. By global layer id; a layer without any is left out.
+
+    Attributes:
+        windows: of layers that attend to a selection, the heads that attend to a window instead.
+        unread: of selecting layers, int32 [lists], 1 for a list that no head of any layer reads.
+    """
+
+    windows: dict[int, HeadWindows] = field(default_factory=dict)
+    unread: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
 class Columns:
-    """State of requests: tensors with one entry a request slot, declared by those who read them."""
+    """State of requests: tensors with an entry for each request slot, declared by their readers."""
 
     def __init__(self, request_slots: int, device: torch.device) -> None:
         self.request_slots, self.device = request_slots, device
@@ -70,8 +91,8 @@ class Columns:
 class SelectionLists:
     """The lists of selected units that layers write and read.
 
-    Selections that a later layer or step reads are kept by request slot; others have a row for
-    each row of a pass, and serve every layer in turn.
+    Selections that a later layer or step reads are kept by request slot. Other selections have a
+    row for each row of a pass; every layer overwrites them.
 
     Attributes:
         indices: int32 [sets, list rows, lists, capacity_units], logical units.
@@ -101,7 +122,7 @@ class SelectionLists:
 
 @dataclass(frozen=True)
 class Build:
-    """One server: its pool, its limits, and the buffers that all layers share.
+    """All that choices need to build their run time: pool, limits, and buffers that layers share.
 
     Attributes:
         pool: the KV pool with the planes that the config reads.
@@ -112,8 +133,9 @@ class Build:
         layers: global ids of the selecting layers.
         limits: capacities.
         columns: state of requests.
+        kinds: heads that stream.
         lists: what layers write and read.
-        scores, topk, attention: of the largest pass.
+        scores, topk, attention: scratch, sized for the largest pass.
     """
 
     pool: SparseMHATokenToKVPool
@@ -124,6 +146,7 @@ class Build:
     layers: tuple[int, ...]
     limits: Limits
     columns: Columns
+    kinds: HeadKinds
     lists: SelectionLists
     scores: Scores
     topk: TopkWorkspace
@@ -142,13 +165,14 @@ class Build:
         layers: tuple[int, ...],
         limits: Limits,
         columns: Columns,
+        kinds: HeadKinds,
         sets: int,
     ) -> Build:
-        """The buffers that every choice reads; arguments as the attributes."""
+        """Allocate the buffers that every choice reads; for the arguments see the attributes."""
         rows, device = limits.rows_a_pass, columns.device
         slots = columns.request_slots
         return cls(
-            pool, impl, query_heads, unit, always, layers, limits, columns,
+            pool, impl, query_heads, unit, always, layers, limits, columns, kinds,
             lists=SelectionLists(
                 limits, sets=sets, unit=unit, request_slots=slots, device=device
             ),
@@ -167,9 +191,13 @@ class Build:
         return self.columns.device
 
     def scratch(self, workspace: T) -> T:
-        """``workspace``, its bytes counted among those of this server's state."""
+        """Return ``workspace``, after adding its bytes to those of this server's state."""
         self._scratch.append(tensor_bytes(workspace))
         return workspace
+
+    def scores_of(self, layer: int) -> Scores:
+        """Where ``layer`` scores, and which of its lists are read."""
+        return replace(self.scores, unread=self.kinds.unread.get(layer))
 
     def planes(self, layer: int, *names: str) -> tuple[torch.Tensor | None, ...]:
         """The planes of ``layer``, a global id, by name; None for those that are not kept."""
@@ -191,15 +219,16 @@ class Build:
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """What one layer runs, compiled once at start.
+    """The stages of one layer with their buffers, compiled once at start.
 
     Attributes:
         layer: global id.
-        role: what it does with selections.
+        role: whether it selects, and what it attends to.
         stages: its part of a decode step.
         indices, counts: the lists that it writes, if it selects, and reads.
         head_map: int32 [kv_heads], the list that each KV head reads; its own if None.
         k, v: [slots, kv_heads, head_dim], as they are stored.
+        windows: KV heads that read no list; None if every head reads one.
     """
 
     layer: int
@@ -210,10 +239,11 @@ class LayerProgram:
     head_map: torch.Tensor | None
     k: torch.Tensor
     v: torch.Tensor
+    windows: HeadWindows | None = None
 
     @property
     def attends(self) -> bool:
-        """It attends to a selection; otherwise the inner backend attends to everything."""
+        """True if it attends to a selection; otherwise the inner backend attends to everything."""
         return self.role.source is not None
 
     def kv(self, page_table: torch.Tensor, page_size: int, scales: KVScales) -> KVView:
@@ -222,7 +252,7 @@ class LayerProgram:
 
     def read(self, rows: torch.Tensor, unit: int) -> Lists:
         """The layer's lists, as rows of a batch write and read them."""
-        return Lists(self.indices, self.counts, rows, unit, self.head_map)
+        return Lists(self.indices, self.counts, rows, unit, self.head_map, self.windows)
 
 
 def tensor_bytes(value: object) -> int:

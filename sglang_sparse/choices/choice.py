@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every choice is: a small frozen model of its keys, whose `kind` names it."""
+"""The base of every choice: a small frozen model of its keys, whose `kind` names it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Choice(BaseModel):
 
 
 class ModelShape(Protocol):
-    """What a choice may ask of the model that it is to run on."""
+    """The properties of the served model that a choice may read."""
 
     @property
     def name(self) -> str: ...
@@ -52,7 +52,7 @@ class ModelShape(Protocol):
 
 
 def check_at_least(key: str, value: float | None, base_key: str, base: float) -> None:
-    """Refuse, with `InvalidConfig`, a `value` of `key` below `base`, that of `base_key`."""
+    """Raise `InvalidConfig` if `value`, of `key`, is below `base`, the value of `base_key`."""
     if value is not None and value < base:
         raise InvalidConfig(
             f"{key} {value} is below {base_key} {base}",

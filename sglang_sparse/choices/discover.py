@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the choices of an axis: the files of its folder. There is no list of them to keep."""
+"""Finds the choices of an axis, which are the files of its folder. No list of them exists."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def choices_of(axis: str, base: type[Choice]) -> tuple[type[Choice], ...]:
     """Every choice of an axis, in the order of their files.
 
     Args:
-        axis: its folder in this package.
-        base: what its choices derive from.
+        axis: name of the axis and of its folder in this package.
+        base: base class of its choices.
     """
     package = import_module(f"sglang_sparse.choices.{axis}")
     found: list[type[Choice]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each axis asks of its choices. Nothing outside a choice's own file asks for its kind."""
+"""The interface that choices of each axis implement. Only a choice's own file asks for its kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from sglang_sparse.choices.cadence import StepCadence
-from sglang_sparse.choices.choice import Choice, ModelShape
+from sglang_sparse.choices.choice import Choice, InvalidConfig, ModelShape
 from sglang_sparse.choices.role import Role
 
 if TYPE_CHECKING:
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.telemetry import LayerCounters
+    from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
     from sglang_sparse_kernels.records import KVScales
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import CuboidPlane, Plane
 
 
 class Point(Protocol):
-    """What a choice may ask of the config that it is part of, to check rules between keys."""
+    """The parts of a config that a choice may read, to check rules between keys."""
 
     @property
     def sink_tokens(self) -> int: ...
@@ -33,7 +34,22 @@ class Point(Protocol):
     def recent_tokens(self) -> int: ...
 
     @property
+    def page_size(self) -> int: ...
+
+    @property
+    def layers(self) -> LayersChoice: ...
+
+    @property
     def score(self) -> ScoreChoice: ...
+
+    @property
+    def budget(self) -> BudgetChoice: ...
+
+    @property
+    def prefill(self) -> PrefillChoice: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
 
     @property
     def cadence(self) -> StepCadence: ...
@@ -46,26 +62,57 @@ class Point(Protocol):
 
 
 class LayersChoice(Choice, ABC):
-    """Which layers select, and which attend to the selection of another one."""
+    """Which layers select, and which attend to the selection of another layer.
+
+    Attributes:
+        selects: whether some layer does.
+    """
 
     kind: str
+    selects: ClassVar[bool] = True
 
     @abstractmethod
     def role(self, layer_id: int) -> Role:
         """Return what layer `layer_id` (global, from 0) does."""
 
-    def calibration_command(self, model: str, method: str) -> str | None:
-        """Return the command that measures such layers for another model, a path; or None."""
+    def how_to_measure(self, model: str, method: str) -> str | None:
+        """Say how such layers are measured for another model, a path; None if nothing is."""
         return None
 
     def check_model(self, model: ModelShape) -> None:
         """Refuse, with `InvalidConfig`, a model that these layers do not fit."""
 
 
+class HeadsChoice(Choice, ABC):
+    """Which KV heads attend to what is selected, and which to sinks and a local window."""
+
+    kind: str
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """First and last tokens that a streaming head sees; nothing to one that selects."""
+        return (0, 0)
+
+    def streams_in(self, layer_id: int) -> tuple[int, ...]:
+        """Return the KV heads of layer `layer_id`, both global ids, that stream."""
+        return ()
+
+    def how_to_measure(self, model: str, method: str) -> str | None:
+        """Say where such heads of another model, a path, come from; None if nothing is measured."""
+        return None
+
+    def check(self, point: Point) -> None:
+        """Refuse, with `InvalidConfig`, a config that these heads cannot be part of."""
+
+    def check_model(self, model: ModelShape) -> None:
+        """Refuse, with `InvalidConfig`, a model that these heads do not fit."""
+
+
 class ScoreChoice(Choice, ABC):
     """How a unit of the context is scored for a query.
 
     Attributes:
+        selects: it is for layers that select.
         has_cuboids: a plane bounds each unit's keys by a cuboid, so that an estimator of the
             residual mass can ask for it.
         tile_pool: how tiles of prompt tokens pool this score over query heads: those of one KV
@@ -73,6 +120,7 @@ class ScoreChoice(Choice, ABC):
     """
 
     kind: str
+    selects: ClassVar[bool] = True
     has_cuboids: ClassVar[bool] = False
 
     @property
@@ -85,6 +133,11 @@ class ScoreChoice(Choice, ABC):
         """Tokens that are selected together."""
 
     @property
+    def unit_key(self) -> str:
+        """The key that says how many tokens are selected together."""
+        return "kind"
+
+    @property
     def refresh_steps(self) -> int:
         """Decode steps between two refreshes of the score's own state of a request."""
         return 1
@@ -94,7 +147,7 @@ class ScoreChoice(Choice, ABC):
         return kv_heads
 
     def scratch(self, group: int) -> int:
-        """Return the fp32 scratch a unit and KV head, for `group` query heads a KV head."""
+        """Return the fp32 numbers of scratch for each unit and KV head with `group` query heads."""
         return 0
 
     def planes(self) -> tuple[Plane, ...]:
@@ -103,7 +156,7 @@ class ScoreChoice(Choice, ABC):
 
     @classmethod
     def with_cuboids(cls) -> list[type[ScoreChoice]]:
-        """Return the scores that have cuboids, of all that there are."""
+        """Return all kinds of score that have cuboids."""
         found, left = [], ScoreChoice.__subclasses__()
         while left:
             choice = left.pop(0)
@@ -116,7 +169,7 @@ class ScoreChoice(Choice, ABC):
         """Return the plane that holds a cuboid of each unit's keys, or None.
 
         Args:
-            bound: the cuboid must hold every key; otherwise the one that scores.
+            bound: True for a cuboid that holds every key, False for the cuboid that is scored.
         """
         return None
 
@@ -125,7 +178,7 @@ class ScoreChoice(Choice, ABC):
 
     @abstractmethod
     def build(self, build: Build) -> ScoreRun:
-        """Return what scores at run time, its state allocated."""
+        """Allocate the state of this score, and return its run time."""
 
 
 class ScoreRun(Protocol):
@@ -139,15 +192,19 @@ class BudgetChoice(Choice, ABC):
     """How much is selected.
 
     Attributes:
+        selects: it is for layers that select.
         key: the key that a request's budget replaces.
-        list_key: the key that says how many tokens a list holds at least.
-        verifies: draft tokens may share a list that it fills.
+        list_key: the key with the smallest number of tokens that a list holds.
+        stops_by_attending: whether a list's length shows only when its own head attends to it.
+        verifies: whether draft tokens may share a list that it fills.
     """
 
     kind: str
+    selects: ClassVar[bool] = True
     verifies: ClassVar[bool] = True
     key: ClassVar[str]
     list_key: ClassVar[str]
+    stops_by_attending: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -157,11 +214,11 @@ class BudgetChoice(Choice, ABC):
     @property
     @abstractmethod
     def largest(self) -> BudgetChoice:
-        """The budget at the most that a request may ask for; buffers are sized for it."""
+        """This budget with the largest value that a request may ask for; it sizes the buffers."""
 
     @abstractmethod
     def request_range(self, least_tokens: int) -> tuple[float, float]:
-        """Return the least and the most that a request may ask for."""
+        """Return the smallest and the largest value that a request may ask for."""
 
     @abstractmethod
     def asked(self, value: float) -> BudgetChoice:
@@ -170,32 +227,32 @@ class BudgetChoice(Choice, ABC):
     @property
     @abstractmethod
     def list_size(self) -> tuple[int, float]:
-        """What a list holds: at least so many tokens, and at least this share of the domain."""
+        """Size of a list: at least this many tokens, and at least this share of the domain."""
 
     @property
     def request_values(self) -> dict[str, float]:
-        """What else the run time keeps of a request's budget: a float32 column for each name."""
+        """Further state of a request's budget: names of float32 columns, with the value of each."""
         return {}
 
     def planes(self, score: ScoreChoice) -> tuple[Plane, ...]:
-        """Return the planes that it reads beside those of `score`."""
+        """Return the planes that this budget reads beside the planes of `score`."""
         return ()
 
     def check(self, point: Point) -> None:
-        """Refuse, with `InvalidConfig`, a config that this budget cannot be part of."""
+        """Raise `InvalidConfig` for a config that this budget does not fit."""
 
     def rows_a_pass(self, build: PassShape) -> int | None:
-        """Return how many rows its scratch allows in one pass; None for any number."""
+        """Return the most rows that its scratch allows in one pass; None for no limit."""
         return None
 
     @abstractmethod
     def build(self, build: Build, score: ScoreChoice) -> BudgetRun:
-        """Return what selects by `score` and attends at run time, its state allocated."""
+        """Allocate the state of this budget, and return its run time, which selects by `score`."""
 
 
 @dataclass(frozen=True)
 class PassShape:
-    """What the scratch of one row depends on: units a list holds, tokens a unit, and heads."""
+    """The sizes that the scratch of a row depends on: units of a list, tokens of a unit, heads."""
 
     capacity_units: int
     unit: int
@@ -208,24 +265,68 @@ class BudgetRun(Protocol):
     """A budget at run time.
 
     Attributes:
-        counters: what its layers reached, or None if it counts nothing.
+        counters: sums of what its layers reached, or None if it counts nothing.
     """
 
     @property
     def counters(self) -> LayerCounters | None: ...
 
     def stages(self, layer: int, *, attends: bool) -> list[Stage]:
-        """The stages that follow the score in `layer`; without attention unless `attends`."""
+        """The stages that follow the score in `layer`; they attend only if `attends` is set."""
 
     def plan(self, request_slots: torch.Tensor) -> None:
-        """Gather, once a batch, what the stages need of its requests (int64 [rows])."""
+        """Gather the state of a batch's request slots (int64 [rows]), once for all its layers."""
+
+
+class RetentionChoice(Choice, ABC):
+    """Which tokens of a request are held.
+
+    Attributes:
+        bounded: a request holds a number of tokens that does not grow with its length. Then no
+            layer selects: each attends to everything that is held.
+    """
+
+    kind: str
+    bounded: ClassVar[bool] = False
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens that a request holds; None for any number."""
+        return None
+
+    def check(self, point: Point) -> None:
+        """Refuse, with `InvalidConfig`, a config that it cannot be part of."""
+        axes = (
+            ("layers", point.layers.kind, point.layers.selects),
+            ("score", point.score.kind, point.score.selects),
+            ("budget", point.budget.kind, point.budget.selects),
+        )
+        for axis, kind, selects in axes:
+            if selects == self.bounded:
+                needed = "layers none, score none and budget held if what is held is bounded"
+                raise InvalidConfig(
+                    f"{axis}.kind {kind} does not go with retention.kind {self.kind}",
+                    allowed=f"{needed}, and none of these else",
+                    remedy=f"change {axis} or retention, or start from a preset",
+                )
+
+    def check_request(self, *, dense: bool, budget: float | None) -> None:
+        """Refuse, with `InvalidConfig`, what a request asks for and this cannot give."""
+
+    def shape(self) -> CascadeShape:
+        """Return what a request holds, for the kernels; of a bounded retention alone."""
+        raise NotImplementedError
+
+    def average(self) -> AttentionAverage:
+        """Return how scores follow from attention, for the kernels; as `shape`."""
+        raise NotImplementedError
 
 
 class PrefillChoice(Choice, ABC):
     """How prompt tokens attend.
 
     Attributes:
-        most_chunk: most tokens of a prefill batch, or None for any number.
+        most_chunk: most tokens of a prefill batch, or None for no limit.
     """
 
     kind: str
@@ -237,13 +338,13 @@ class PrefillChoice(Choice, ABC):
         return None
 
     def check(self, point: Point) -> None:
-        """Refuse, with `InvalidConfig`, a config that it cannot be part of."""
+        """Raise `InvalidConfig` for a config that this choice does not fit."""
 
     @abstractmethod
     def build(
         self, build: Build, score: ScoreChoice, programs: dict[int, LayerProgram]
     ) -> PrefillRun | None:
-        """Return what runs prompt tokens sparsely, or None if all attend to everything."""
+        """Return the run time of sparse prefill, or None if prompts attend to everything."""
 
 
 class PrefillRun(Protocol):

@@ -22,7 +22,7 @@ class Role:
 
     @property
     def name(self) -> str:
-        """What layers of this role are called in metrics."""
+        """Name of this role in metrics."""
         if not self.selects:
             return "dense" if self.source is None else "reuse"
         return "dense_select" if self.source is None else "select"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that kernels add to on the device and the host reads when somebody asks."""
+"""Counters that kernels add to on the device, and that the host reads on request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class LayerCounters:
     """Sums per layer, kept on the device: no step waits for them.
 
-    Kernels add to :attr:`tensor` (its address never changes, so captured graphs may). The host
-    reads it at SGLang's logging interval or for ``/server_info``, never once a step.
+    Kernels add to :attr:`tensor`. Its address never changes, so captured graphs can add to it too.
+    The host reads it at SGLang's logging interval and for ``/server_info``, but not in every step.
 
     Attributes:
         names: what each column counts.
@@ -45,9 +45,9 @@ class LayerCounters:
         return self._named(self.tensor)
 
     def poll(self) -> dict[int, dict[str, int]] | None:
-        """The last sums that reached the host, None if none did yet; asks for newer ones.
+        """The last sums that reached the host, or None; also starts to copy newer sums.
 
-        Never waits: a kernel may add while they are copied, and then counts in the next ones.
+        This never waits. What a kernel adds during the copy may only show in the next sums.
         """
         done = self._asked and (self._copied is None or self._copied.query())
         if done:

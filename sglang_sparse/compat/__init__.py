@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that knows SGLang's versions: one module a version behind :class:`.protocol.SGLangVersion`.
+"""All knowledge of SGLang's versions: a :class:`.protocol.SGLangVersion` module for each.
 
 Seams that every version shares (paths under ``sglang/srt``):
 
@@ -40,7 +40,7 @@ Seams that every version shares (paths under ``sglang/srt``):
 ``distributed/parallel_state.py: get_tp_group``
     The ranks whose counts are added up, over its CPU group.
 ``distributed/device_communicators/triton_symm_mem_ag.py: MultimemAllGatherer._build``
-    Kept from looking for GPU memory on a CPU.
+    It is skipped on a CPU, where it would look for GPU memory.
 ``managers/tokenizer_manager.py: TokenizerManager``
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
@@ -52,9 +52,9 @@ OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingRespons
     put into what ``_convert_to_chat_completion_request``, ``_convert_options_to_sampling_params``
     and ``openai/protocol.py: ResponsesRequest.to_sampling_params`` return.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``
-    What a request asked for.
-``managers/schedule_batch.py: Req.extend_range``, ``sampling/custom_logit_processor.py``
-    Forced decoding for perplexities: which chunk a prefill is at, and the processor's base class.
+    The options of a request.
+``sampling/custom_logit_processor.py: CustomLogitProcessor``
+    Forced decoding for perplexities derives from it; ``__req__`` is its request.
 ``model_executor/forward_batch_info.py: ForwardBatch.init_new``
     The last place that sees a batch's requests, on the forward stream.
 ``managers/scheduler_components/metrics_reporter.py: SchedulerMetricsReporter``
@@ -87,9 +87,11 @@ from sglang_sparse.compat.models import (
     kv_scales,
     longest_row,
     read_model_config,
+    rotary_embeddings,
     serves_responses,
     sliding_window,
     tensor_group,
+    writes_kv_in_rope,
 )
 from sglang_sparse.compat.protocol import Hook, HookKind, SGLangVersion
 from sglang_sparse.compat.signatures import differences
@@ -113,6 +115,7 @@ __all__ = [
     "longest_row",
     "read_model_config",
     "resolved",
+    "rotary_embeddings",
     "serves_responses",
     "sglang_version",
     "sliding_window",
@@ -121,6 +124,7 @@ __all__ = [
     "tested_versions",
     "untested_warning",
     "verify_hooks",
+    "writes_kv_in_rope",
 ]
 
 _VERSIONS: dict[str, SGLangVersion] = {"0.5.17": v0517, "0.5.23": v0523}
@@ -139,7 +143,7 @@ def tested_versions() -> str:
 
 
 def supported_range() -> str:
-    """The versions that a start is tried on, for messages."""
+    """The range of versions that start, for messages."""
     return f"{TESTED_SGLANG[0]} to {TESTED_SGLANG[-1]}"
 
 
@@ -158,8 +162,9 @@ def is_supported() -> bool:
 def current() -> SGLangVersion:
     """The module for the installed SGLang.
 
-    A version that is not tested gets the newest module whose marker it has; a start names the
-    targets that it lost. Nothing of SGLang is imported: its platform is chosen through this.
+    A version that is not tested gets the newest module whose marker file it has. Its start names
+    the hook targets that it lost. Nothing of SGLang is imported, since SGLang asks this while it
+    chooses its platform.
     """
     exact = _VERSIONS.get(sglang_version())
     if exact is not None:
@@ -172,13 +177,13 @@ def current() -> SGLangVersion:
 
 
 def _hooks() -> list[Hook]:
-    """The hooks of this process; none on ``/v1/responses`` where SGLang goes without it, too."""
+    """The hooks of this process, without those of ``/v1/responses`` if SGLang lacks it."""
     hooks = current().HOOKS
     return [h for h in hooks if ".serving_responses." not in h.target or serves_responses()]
 
 
 def install_hooks() -> None:
-    """Ask SGLang to call every hook; those of the flags alone on a version out of range."""
+    """Register every hook with SGLang; on a version out of range, only the hooks of the flags."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in _hooks():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SGLang says of a model and of a process; the same in every supported version.
+"""Reads models and processes of SGLang, in the same way for every supported version.
 
 Seams: ``configs/model_config.py: ModelConfig``, ``configs/hybrid_arch.py: mambaish_config``,
 ``layers/radix_attention.py: RadixAttention``, ``runtime_context.py: get_server_args``.
@@ -43,8 +43,8 @@ def read_model_config(args: argparse.Namespace) -> ModelConfig:
 def longest_row(context_len: int, pool_tokens: int | None, page_size: int) -> int:
     """Return the most tokens that a row can have in a decode step.
 
-    A request of n tokens ends so that n + 2 is at most the context length, and n + 1 and a page at
-    most the KV pool; its last token is never fed back. Seam: ``init_req_max_new_tokens``.
+    A request of n tokens ends so that n + 2 is at most the context length, and n + 1 tokens and a
+    page fit in the KV pool. Its last token is never fed back. Seam: ``init_req_max_new_tokens``.
 
     Args:
         context_len: SGLang's context length, in tokens.
@@ -92,6 +92,34 @@ def attention_layers(model: Any) -> list[Any]:
     from sglang.srt.layers.radix_attention import RadixAttention
 
     return [m for m in model.modules() if isinstance(m, RadixAttention)]
+
+
+def rotary_embeddings(model: Any) -> list[Any] | None:
+    """The distinct rotary embeddings of attention layers; None if a layer has none.
+
+    Seam: models keep a layer's as ``rotary_emb`` beside its ``RadixAttention``, which they get from
+    ``layers/rotary_embedding/factory.py: get_rope``.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if any(isinstance(child, RadixAttention) for child in module.children()):
+            rope = getattr(module, "rotary_emb", None)
+            if rope is None:
+                return None
+            found[id(rope)] = rope
+    return list(found.values())
+
+
+def writes_kv_in_rope(model: Any) -> bool:
+    """True for models that may write K and V inside their RoPE kernel, past the backend.
+
+    Seam: ``models/utils.py: enable_fused_set_kv_buffer``, which their modules import.
+    """
+    import sys
+
+    return hasattr(sys.modules[type(model).__module__], "enable_fused_set_kv_buffer")
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:

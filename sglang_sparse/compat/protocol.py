@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every supported version of SGLang answers."""
+"""The interface of a module for a version of SGLang."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HookKind = Literal["around", "after"]
 
 @dataclass(frozen=True)
 class Hook:
-    """One function of ours around or after one of SGLang's.
+    """A function of this package that runs around or after a function of SGLang.
 
     Attributes:
-        target: dotted name in SGLang.
-        function: ``module:function`` of ours. Named, not imported: those modules import this
-            package.
-        kind: where ours runs, in the terms of SGLang's ``HookType``.
+        target: dotted name of SGLang's function.
+        function: this package's function as ``module:function``. It is named, not imported, since
+            its module imports this package.
+        kind: where it runs, in the terms of SGLang's ``HookType``.
     """
 
     target: str
@@ -31,15 +31,15 @@ class Hook:
     kind: HookKind
 
     def load(self) -> Callable[..., Any]:
-        """Our function."""
+        """Import and return this package's function."""
         found: Callable[..., Any] = pkgutil.resolve_name(self.function)
         return found
 
 
 class SGLangVersion(Protocol):
-    """What differs between versions of SGLang; each supported one is a module of this shape.
+    """The differences between versions of SGLang; a module of this shape covers each version.
 
-    Importing such a module imports nothing of SGLang: the platform is chosen while SGLang loads.
+    Importing such a module imports nothing of SGLang, since it is needed while SGLang loads.
     """
 
     @property
@@ -68,6 +68,9 @@ class SGLangVersion(Protocol):
 
     def request_row(self, req: Any) -> int:
         """Row of a scheduled request in SGLang's request table."""
+
+    def prefilled(self, req: Any) -> int:
+        """Tokens up to which a request's last prefill chunk went."""
 
     def resolved(self, server_args: Any) -> Any:
         """Flags as SGLang resolves them, readable by name; resolves them if nobody did yet."""

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods as data: one small frozen model a choice, presets in `configs/`, merged from two flags.
+"""Methods as data: a small frozen model for each choice, presets in `configs/`, and two flags.
 
-Imports pydantic alone, never sglang or torch.
+It imports pydantic alone, never sglang or torch.
 """
 
 from sglang_sparse.choices.budget.fraction import FractionBudget
 from sglang_sparse.choices.budget.mass import MassBudget
 from sglang_sparse.choices.budget.tokens import TokenBudget
 from sglang_sparse.choices.cadence import StepCadence
+from sglang_sparse.choices.heads.retrieval import RetrievalHeads
+from sglang_sparse.choices.heads.streaming import HeadsCalibration, HeadsModel, StreamingHeads
 from sglang_sparse.choices.layers.anchors import (
     Anchors,
     Calibration,
@@ -46,15 +48,19 @@ __all__ = [
     "FirstDense",
     "FractionBudget",
     "Geometry",
+    "HeadsCalibration",
+    "HeadsModel",
     "KeySketch",
     "MassBudget",
     "PageMean",
     "PageMinMax",
     "PresetRef",
     "Resolved",
+    "RetrievalHeads",
     "Reuse",
     "SparseConfig",
     "StepCadence",
+    "StreamingHeads",
     "TilePrefill",
     "TokenBudget",
     "available_methods",

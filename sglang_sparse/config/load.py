@@ -10,8 +10,9 @@
 | a preset's name | `<model>/<same preset>` | that file |
 | custom or none | a preset's name, a file, inline JSON | exactly what is given |
 
-A method whose presets were all made for other models needs a config with layers of its own, which
-is merged over the rest of its settings.
+A method whose presets were all made for other models needs a config with what is measured on a
+model, its layers or heads, which is merged over the rest of its settings. Files that a choice names
+lie relative to the config that names them.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from sglang_sparse.config.schema import key_sets
 METHOD_FLAG = "--sparse-method"
 CONFIG_FLAG = "--sparse-config"
 CUSTOM = "custom"
+# Axes whose choice is measured on each model, if it says how.
+_MEASURED = ("layers", "heads")
 _SEE = "`sglang-sparse schema` prints every key"
 _REINSTALL = "reinstall sglang-sparse"
 
@@ -66,7 +69,7 @@ class Resolved:
 
 @dataclass(frozen=True)
 class _Draft:
-    """Raw content, with the flag and value to blame for a fault in it, and what to do about one."""
+    """Raw content of a config, with the flag, value and remedy that an error about it names."""
 
     content: Mapping[str, Any]
     method: str
@@ -162,14 +165,14 @@ def _draft(method: str | None, config: str | None, geometry: Geometry | None) ->
         content = (
             parse_json_object(config, origin="the text")
             if is_inline
-            else read_json_file(Path(config))
+            else _located(read_json_file(Path(config)), Path(config).parent)
         )
     except PresetFileError as error:
         raise _unreadable(CONFIG_FLAG, config, error, shipped=False) from error
     origin = "inline JSON" if is_inline else config
     if method is None or method == CUSTOM:
         return _Draft(content, CUSTOM, origin, CONFIG_FLAG, config, f"correct the key ({_SEE})")
-    base = _base_draft(method, geometry, has_layers="layers" in content)
+    base = _base_draft(method, geometry, content)
     merged = deep_merge(base.content, content)
     remedy = f"correct the key, or leave it out to keep the preset's value ({_SEE})"
     return _Draft(merged, method, f"{base.source} + {origin}", CONFIG_FLAG, config, remedy)
@@ -218,25 +221,44 @@ def _method_draft(method: str, geometry: Geometry | None) -> _Draft:
     return _preset_draft(ref, method, METHOD_FLAG, method)
 
 
-def _base_draft(method: str, geometry: Geometry | None, *, has_layers: bool) -> _Draft:
-    """Return what a config is merged over.
+def _base_draft(method: str, geometry: Geometry | None, given: Mapping[str, Any]) -> _Draft:
+    """Return the preset that a config, of the content `given`, is merged over.
 
-    On a model that none of the method's presets was made for that is one of them without its
-    geometry and layers, if the config has layers of its own.
+    If no preset of the method was made for this model, and the config has what is measured on a
+    model, it is a preset of another model without its geometry and without that.
     """
     ref = _find(method, geometry, METHOD_FLAG)
-    pattern = _find(f"{PATTERN_MODEL}/{method}", None, METHOD_FLAG)
-    if ref is None and (pattern is None or not has_layers):
+    chosen = ref or _find(f"{PATTERN_MODEL}/{method}", None, METHOD_FLAG)
+    if chosen is None:
         raise _no_preset(method, geometry, METHOD_FLAG)
-    chosen = ref or pattern
-    assert chosen is not None
     base = _preset_draft(chosen, method, METHOD_FLAG, method)
     config = _validate(base)
     if ref is not None:
         return base
+    axis = _measured_axis(config)
+    if axis not in given:
+        raise _no_preset(method, geometry, METHOD_FLAG)
     content = {key: value for key, value in base.content.items() if key != "model"}
-    content["layers"] = {"kind": config.layers.kind}
-    return replace(base, content=content, source=f"{chosen} but for its layers")
+    content[axis] = {"kind": getattr(config, axis).kind}
+    return replace(base, content=content, source=f"{chosen} but for its {axis}")
+
+
+def _measured_axis(config: SparseConfig) -> str:
+    """Return the axis whose choice is measured on each model; `layers` if none is."""
+    measured = (
+        axis for axis in _MEASURED if getattr(config, axis).how_to_measure("", "") is not None
+    )
+    return next(measured, _MEASURED[0])
+
+
+def _located(content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """Return `content` with the files that its choices name found from `folder`."""
+    return {
+        key: {**part, "file": str(folder / part["file"])}
+        if isinstance(part, Mapping) and isinstance(part.get("file"), str)
+        else part
+        for key, part in content.items()
+    }
 
 
 def _find(name: str, geometry: Geometry | None, flag: str) -> PresetRef | None:
@@ -254,17 +276,18 @@ def _no_preset(method: str, geometry: Geometry | None, flag: str) -> ConfigError
     else:
         problem = f"it has no preset for {geometry.describe()}"
     model = "PATH" if geometry is None else geometry.name
-    layers = [_validate(_preset_draft(ref, method, flag, method)).layers for ref in refs]
-    (command, *others) = {choice.calibration_command(model, method) for choice in layers}
-    if command is not None and not others:
-        remedy = f"run `{command}`, then use {CONFIG_FLAG} {method}.json"
+    configs = [_validate(_preset_draft(ref, method, flag, method)) for ref in refs]
+    axis = _measured_axis(configs[0])
+    (measure, *others) = {getattr(config, axis).how_to_measure(model, method) for config in configs}
+    if measure is not None and not others:
+        remedy = measure
     else:
         remedy = f"use {METHOD_FLAG} {CUSTOM} with a whole config in {CONFIG_FLAG}"
     return ConfigError(
         flag=flag,
         value=method,
         problem=problem,
-        allowed=f"a model of the shape of {', '.join(ref.model for ref in refs)}, or layers of the "
+        allowed=f"a model of the shape of {', '.join(ref.model for ref in refs)}, or {axis} of the "
         f"model's own in {CONFIG_FLAG}",
         remedy=remedy,
     )
@@ -300,7 +323,7 @@ def _preset_draft(ref: PresetRef, method: str, flag: str, value: str) -> _Draft:
     except PresetFileError as error:
         raise _unreadable(flag, value, error, shipped=True) from error
     remedy = f"{ref.path} is damaged: {_REINSTALL}"
-    return _Draft(content, method, str(ref), flag, value, remedy)
+    return _Draft(_located(content, ref.path.parent), method, str(ref), flag, value, remedy)
 
 
 def _unreadable(flag: str, value: str, error: PresetFileError, *, shipped: bool) -> ConfigError:

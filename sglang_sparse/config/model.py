@@ -12,8 +12,18 @@ from pydantic import Field, model_validator
 
 from sglang_sparse.choices.cadence import StepCadence
 from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, PageSize
+from sglang_sparse.choices.heads.retrieval import RetrievalHeads
 from sglang_sparse.choices.prefill.dense import DensePrefill
-from sglang_sparse.config.axes import Budget, Layers, Prefill, Score, budget_tokens
+from sglang_sparse.choices.retention.everything import KeepAll
+from sglang_sparse.config.axes import (
+    Budget,
+    Heads,
+    Layers,
+    Prefill,
+    Retention,
+    Score,
+    budget_tokens,
+)
 from sglang_sparse.config.errors import shorten
 
 
@@ -82,7 +92,7 @@ def _head_dim(config: Mapping[str, Any], heads: int) -> int:
 
 
 class SparseConfig(Choice):
-    """One point on the five axes, with what all points share. Frozen, so it can key a cache.
+    """One point on the six axes, with what all points share. Frozen, so it can key a cache.
 
     Selection semantics are those of `DESIGN.md`: a list holds the best units of the domain, as many
     as `budget.list_size` says, always with the sinks and the recent tokens among them.
@@ -95,10 +105,12 @@ class SparseConfig(Choice):
     )
 
     layers: Layers
+    heads: Heads = RetrievalHeads()
     score: Score
     budget: Budget
     cadence: StepCadence = StepCadence()
     prefill: Prefill = DensePrefill()
+    retention: Retention = KeepAll()
 
     sink_tokens: int = Field(
         default=16, ge=0, le=MAX_COUNT, description="First tokens, always attended to."
@@ -121,14 +133,14 @@ class SparseConfig(Choice):
 
     @property
     def forced_units(self) -> int:
-        """Most units that sinks and recent tokens can touch, wherever the context ends."""
+        """Most units that sinks and recent tokens can touch, for any length of the context."""
         sinks = -(-self.sink_tokens // self.unit)
         recent = (self.recent_tokens + self.unit - 2) // self.unit + 1
         return sinks + recent
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens a budget may hold: sinks, recent tokens, and one unit more."""
+        """Smallest budget in tokens: sinks, recent tokens, and one unit more."""
         return (self.forced_units + 1) * self.unit
 
     @property
@@ -142,13 +154,15 @@ class SparseConfig(Choice):
         return -(-tokens // self.unit)
 
     def selecting_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the ids of the layers, of `num_layers`, that select."""
+        """Return the ids of the layers that select, of a model with `num_layers` layers."""
         return tuple(i for i in range(num_layers) if self.layers.role(i).selects)
 
     @model_validator(mode="after")
     def _check_rules_between_keys(self) -> Self:
+        self.retention.check(self)
         self._check_page_holds_whole_units()
         self._check_budget_holds_forced_tokens()
+        self.heads.check(self)
         self.budget.check(self)
         self.prefill.check(self)
         if self.model is not None:
@@ -157,10 +171,11 @@ class SparseConfig(Choice):
 
     def _check_page_holds_whole_units(self) -> None:
         if self.page_size % self.unit:
+            key = f"score.{self.score.unit_key}"
             raise InvalidConfig(
-                f"score.logical_page {self.unit} does not divide page_size {self.page_size}",
-                allowed=f"page_size a multiple of score.logical_page {self.unit}",
-                remedy="raise page_size, or lower score.logical_page",
+                f"{key} {self.unit} does not divide page_size {self.page_size}",
+                allowed=f"page_size a multiple of {key} {self.unit}",
+                remedy=f"raise page_size, or lower {key}",
             )
 
     def _check_budget_holds_forced_tokens(self) -> None:
@@ -180,14 +195,23 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
     """Check the rules between a config and the model that it is to run on.
 
     Raises:
-        InvalidConfig: the config asks for more layers or channels than the model has.
+        InvalidConfig: the config asks for more layers, heads or channels than the model has.
     """
+    config.heads.check_model(geometry)
     config.score.check_model(geometry)
     config.layers.check_model(geometry)
 
 
 def preset_hash(config: SparseConfig) -> str:
     """Return 12 hexadecimal digits that change with anything in `config` but its description."""
-    content = config.model_dump(mode="json", exclude={"description"})
+    skipped: dict[str, Any] = {"description": True}
+    # What came later is left out where it is as if it were not there, so that hashes stay.
+    if not config.retention.bounded:
+        skipped["retention"] = True
+    if config.heads == RetrievalHeads():
+        skipped["heads"] = True
+    if getattr(config.score, "select", None) is None:
+        skipped["score"] = {"select"}
+    content = config.model_dump(mode="json", exclude=skipped)
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:12]

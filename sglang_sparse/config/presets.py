@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from sglang_sparse.config.model import Geometry
 
 GENERIC_MODEL = "generic"
-# Whose settings, but for its layers, a method without a generic preset starts from on other models.
+# A method without a generic preset starts from this model's settings, except for its layers.
 PATTERN_MODEL = "llama-3.1-8b"
 SCHEMA_FILE = "schema.json"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON schema of a preset, generated from the models, and what else is read off the models."""
+"""The JSON schema of a preset and the keys of each object, generated from the pydantic models."""
 
 from __future__ import annotations
 

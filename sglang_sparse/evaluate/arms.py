@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compared: dense, and budgets, each by what a request asks for.
+"""The arms of an evaluation: dense, and one for each budget, by the options of a request.
 
-All arms run on one server and share its prefix cache. The cache keeps them apart by what they ask
-for: what one arm decoded is no prefix of another's prompts.
+All arms run on one server and share its prefix cache. The cache keeps them apart by their options:
+tokens that one arm decoded are never the prefix of another arm's prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Arm:
 
     Attributes:
         name: `dense`, or the budget as text.
-        options: what its requests carry under `custom_params.sparse`.
+        options: the value of `custom_params.sparse` in its requests.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Arm:
 
 
 def make_arms(budgets: Sequence[str], state: dict[str, Any]) -> list[Arm]:
-    """Dense, then one arm a budget, in rising order.
+    """Dense, then an arm for each budget, in rising order.
 
     Args:
         budgets: numbers as text, in the unit of the server's own budget; none means the

@@ -26,10 +26,10 @@ class Server:
     """
 
     def __init__(self, base_url: str) -> None:
-        """Ask who is there.
+        """Read the state of the server at `base_url`.
 
         Raises:
-            ConfigError: nobody answers, or the server is dense.
+            ConfigError: no server answers, or the server is dense.
         """
         self.base_url = base_url.rstrip("/")
         try:
@@ -80,7 +80,7 @@ class Server:
         """The tokenizer at `path`, or the one that the server says it uses.
 
         Raises:
-            ConfigError: it is not here, as may be when the server is elsewhere.
+            ConfigError: it is not on this machine, as may be when the server runs on another.
         """
         where = path or self.tokenizer_path
         try:
@@ -120,8 +120,9 @@ class Server:
         """
         body = {
             "input_ids": prompt,
-            # A text's windows may begin alike. Of prompts of one length none goes on where another
-            # was decoded, so every prompt is one that a prefill computed; arms share it.
+            # Windows of one text may begin alike. The cache keeps prompts of different lengths
+            # apart, and prompts of one length never continue another's decoded tokens. So every
+            # prompt was computed by a prefill, and all arms share it.
             "extra_key": f"sglang-sparse eval: {len(prompt)} tokens",
             "sampling_params": {
                 "temperature": 0,

@@ -127,7 +127,7 @@ def _text_hash(path: Path) -> str:
 def _settings(
     request: Request, server: Server, lengths: tuple[int, ...], text: str | None
 ) -> dict[str, Any]:
-    """What must be the same for an evaluation to go on; budgets and tasks may be added."""
+    """The settings that may not change when an evaluation is resumed; budgets and tasks may."""
     return {
         "model": server.model,
         "method": server.state["method"],

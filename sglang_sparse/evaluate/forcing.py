@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perplexity of decoding: the text is decoded token by token, whatever the model would have said.
+"""Perplexity of decoding: the server is made to decode a given text, token by token.
 
 SGLang's input log-probabilities come from the prefill, which attends densely, so they cannot tell
-budgets apart. A custom logit processor (`--enable-custom-logit-processor`) forces the text instead,
-and reports what it cost: it replaces the logits by two, of which the forced token's is the larger,
-such that the log-probability that SGLang then reports is the true one divided by `SCALE`.
+budgets apart. Instead a custom logit processor (`--enable-custom-logit-processor`) forces the next
+token of the text. It leaves two logits, of which the forced token's is the larger. They are chosen
+such that SGLang then reports the token's true log-probability, divided by `SCALE`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
+from sglang_sparse import compat
+
 SCALE = 256.0
-# Twice as likely as everything else together, at the least: log-probabilities down to -103.
+# The forced token keeps a probability of at least 2 / 3. So log-probabilities reach down to -103.
 _LEAST = math.log(2 / 3)
 
 
@@ -30,8 +32,8 @@ class ForcedTokens(CustomLogitProcessor):
         assert custom_param_list is not None
         for row, params in enumerate(custom_param_list):
             step = params.get("step", 0)
-            # The dict is the request's own and stays with it. A prompt that is prefilled in
-            # chunks is sampled after each of them, and all but the last are thrown away.
+            # The dict belongs to the request, so it can hold the request's step. SGLang samples
+            # after each chunk of a prompt and throws all but the last sample away.
             params["step"] = step + (not _is_in_prompt(params.get("__req__")))
             token = params["forced"][min(step, len(params["forced"]) - 1)]
             logprob = logits[row].float().log_softmax(-1)[token] / SCALE
@@ -44,9 +46,10 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def _is_in_prompt(request: Any) -> bool:
-    """Whether what is sampled for SGLang's ``Req`` now follows a chunk inside its prompt."""
-    extended = getattr(request, "extend_range", None)
-    return extended is not None and extended.end < len(request.origin_input_ids)
+    """Whether SGLang now samples for a ``Req`` after a chunk that does not end its prompt."""
+    return request is not None and compat.current().prefilled(request) < len(
+        request.origin_input_ids
+    )
 
 
 def serialized() -> str:

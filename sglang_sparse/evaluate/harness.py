@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lm-eval` tasks over the server's completions API, once an arm.
+"""`lm-eval` tasks over the server's completions API, run once in every arm.
 
-Only tasks that generate say anything about sparse decoding. Those that score given answers read
-input log-probabilities, which come from the prefill.
+Only tasks that generate text measure sparse decoding. Tasks that score given answers read input
+log-probabilities, which come from the prefill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAG = "--lm-eval"
 
 
 def check_installed(tasks: tuple[str, ...]) -> None:
-    """Raise ConfigError if `tasks` are wanted and lm-eval, or what its API models need, is not."""
+    """Raise ConfigError if `tasks` are given but lm-eval, or a package it needs, is missing."""
     if tasks and (find_spec("lm_eval") is None or find_spec("tenacity") is None):
         raise ConfigError(
             flag=FLAG,
@@ -38,7 +38,7 @@ def find_tasks(tasks: tuple[str, ...], tokenizer: str, lengths: tuple[int, ...])
 
     Args:
         tasks: names that lm-eval knows, or paths of YAML files.
-        tokenizer, lengths: for tasks that are made for given lengths, as lm-eval's RULER.
+        tokenizer, lengths: for tasks that generate prompts of given lengths, such as RULER.
 
     Raises:
         ConfigError: there is no such task.
@@ -72,14 +72,14 @@ def run(
     """Run each task under each arm that is not in the journal yet.
 
     Args:
-        manager: of :func:`find_tasks`.
-        tasks: as given to it.
-        server: to ask.
-        arms: to compare; each has the same prompts.
-        journal: takes the cells of the table.
+        manager: from :func:`find_tasks`.
+        tasks: as given to :func:`find_tasks`.
+        server: the server to ask.
+        arms: the arms to compare; all have the same prompts.
+        journal: where the cells of the table are stored.
         tokenizer: name or path.
         concurrency: requests at once.
-        folder: of the answers so far, from which a run that was ended goes on.
+        folder: where answers are kept, so that an interrupted run can be resumed.
 
     Raises:
         ConfigError: a task failed, or its data cannot be had.
@@ -98,7 +98,7 @@ def run(
 def _evaluate(
     loaded: Any, server: Server, arm: Arm, tokenizer: str, concurrency: int, folder: Path
 ) -> Any:
-    """What lm-eval finds, without what its `simple_evaluate` takes seconds for."""
+    """Results of lm-eval, without the parts of its `simple_evaluate` that take seconds."""
     from lm_eval import evaluate
     from lm_eval.api.model import CachingLM
     from lm_eval.api.registry import get_model
@@ -115,7 +115,7 @@ def _evaluate(
         base_url=f"{server.base_url}/v1/completions",
         tokenizer_backend="huggingface",
         tokenizer=tokenizer,
-        add_bos_token=True,  # what the server would put before a text
+        add_bos_token=True,  # the token that the server puts before a text
         max_length=server.context_length(),  # longer prompts would be cut, from the left
         num_concurrent=concurrency,
         timeout=1800,
@@ -141,7 +141,7 @@ def _refused(task: str, problem: str) -> ConfigError:
 
 
 def _cells(found: dict[str, Any], arm: Arm) -> list[dict[str, Any]]:
-    """A cell a metric of each task, with lm-eval's name of it."""
+    """A cell for each metric of each task, under lm-eval's name of the metric."""
     cells = []
     for task, row in found["results"].items():
         samples = found["samples"].get(task, [])
@@ -166,7 +166,7 @@ def _cells(found: dict[str, Any], arm: Arm) -> list[dict[str, Any]]:
 
 
 def _interval(value: float, error: object, seen: list[Any]) -> tuple[float | None, float | None]:
-    """95 %: Wilson's where every answer is right or wrong, else from lm-eval's standard error."""
+    """95 % interval: Wilson's if answers are right or wrong, else by lm-eval's standard error."""
     if seen and all(isinstance(one, int | float) and one in (0, 1) for one in seen):
         return wilson(int(sum(seen)), len(seen))
     if not isinstance(error, int | float):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured so far, a line each, so that an evaluation that was ended goes on."""
+"""Results measured so far, one a line, so that an interrupted evaluation can be resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Journal:
     """`journal.jsonl` and `settings.json` of one output folder."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
-        """Open `folder`, or go on with it.
+        """Open `folder`, and read the results that an earlier run left there.
 
         Raises:
             ConfigError: it cannot be made, or holds an evaluation with other settings.

@@ -29,10 +29,10 @@ _LINES = ("-", "--", "-.", ":")
 
 
 def cells(entries: list[dict[str, Any]], arms: list[Arm]) -> list[dict[str, Any]]:
-    """One cell a task, length and arm, with a 95 % interval; then those that lm-eval made.
+    """A cell for each task, length and arm, with a 95 % interval; then the cells of lm-eval.
 
-    Accuracies have Wilson intervals. A perplexity is that of the mean over windows, and its
-    interval follows from their spread.
+    Accuracies have Wilson intervals. A perplexity is the exponential of the mean loss over windows,
+    and its interval follows from the spread of the losses.
     """
     grouped: dict[tuple[str, int, str], list[dict[str, Any]]] = defaultdict(list)
     made: list[dict[str, Any]] = []
@@ -73,7 +73,7 @@ def _cell(task: str, length: int, arm: str, entries: list[dict[str, Any]]) -> di
 
 
 def table(found: list[dict[str, Any]], arms: list[Arm]) -> Table:
-    """The terminal's table: a row a task and length, a column an arm."""
+    """The table in the terminal: a row for each task and length, a column for each arm."""
     out = Table("task", "tokens", *(arm.name for arm in arms), title="value [95 % interval]")
     rows: dict[tuple[str, int | None], dict[str, str]] = defaultdict(dict)
     for cell in found:
@@ -98,7 +98,7 @@ def publish(
 ) -> None:
     """Write the files, print the table, and then draw the picture.
 
-    A picture that cannot be drawn costs one line of warning, not the report.
+    If the picture cannot be drawn, there is one line of warning, and the report is still written.
     """
     write(folder, settings, found)
     console.print(table(found, arms))
@@ -134,7 +134,7 @@ def write(folder: Path, settings: dict[str, Any], found: list[dict[str, Any]]) -
 def draw(found: list[dict[str, Any]], arms: list[Arm], settings: dict[str, Any]) -> Figure:
     """Accuracy of each task and length over the arms, dense last.
 
-    Each curve has its own colour, marker and line style, and stands a little beside the others:
+    Each curve has its own colour, marker and line style, and is moved a little to the side. So
     equal curves, such as perfect scores, stay visible.
     """
     from matplotlib.figure import Figure

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask every prompt under every arm, and note each answer."""
+"""Ask every prompt in every arm, and store each answer."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Job = tuple[Key, Callable[[], dict[str, object]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to ask.
+    """The prompts of an evaluation.
 
     Attributes:
         tasks: names in `TASKS`.
         lengths: tokens of the prompts.
-        count: prompts a task and length.
-        seed: of the generator.
-        text: a file for perplexity, or None.
-        decoded: tokens of it that are decoded after each prompt.
+        count: prompts for each task and length.
+        seed: seed of the generator.
+        text: file for perplexity, or None.
+        decoded: tokens of the text that are decoded after each prompt.
         concurrency: requests at once.
     """
 
@@ -46,7 +46,7 @@ class Plan:
 
 
 def check_tasks(tasks: tuple[str, ...]) -> None:
-    """Raise ConfigError for a task that is not there."""
+    """Raise ConfigError for an unknown task."""
     for task in tasks:
         if task not in TASKS:
             raise ConfigError(
@@ -59,7 +59,7 @@ def check_tasks(tasks: tuple[str, ...]) -> None:
 
 
 def run(plan: Plan, server: Server, encoder: Encoder, arms: list[Arm], journal: Journal) -> None:
-    """Do what is not in the journal yet, with a progress bar.
+    """Ask everything that the journal does not hold yet, with a progress bar.
 
     Raises:
         ConfigError: the text is too short, or the server cannot force tokens.
@@ -149,6 +149,6 @@ def _force(
     from sglang_sparse.evaluate.forcing import SCALE
 
     logprobs = server.forced_logprobs(prompt, forced, arm, processor)
-    # The first token comes out of the prefill, which no arm changes.
+    # The prefill computes the first token, and is the same in every arm.
     decoded = [-SCALE * logprob for logprob in logprobs[1:]]
     return {"nll": sum(decoded) / len(decoded), "tokens": len(decoded)}

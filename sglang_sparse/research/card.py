@@ -44,7 +44,7 @@ class Results:
 
 
 def policy_key(policy: dict[str, Any]) -> Key:
-    """What tells two policies apart."""
+    """The properties that tell two policies apart."""
     if policy["kind"] in ("dense", "window"):
         return policy["kind"], 0, 0, "max"
     return policy["kind"], policy["budget"], policy["dense_layers"], policy["reduce"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference model is trained on, and in which order: stages, and batches of text."""
+"""The training data of the reference model and its order: stages, and batches of text."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class TextFeed:
         self.queue: deque[tuple[tuple[int, int, int], Any]] = deque()
 
     def get(self, jobs: Iterator[tuple[int, int, int]]) -> tuple[tuple[int, int, int], mix.Batch]:
-        """The oldest batch under way; ``jobs`` keeps the queue full."""
+        """The oldest batch in the queue; ``jobs`` keeps the queue full."""
         if self.pool is None:
             mix.init_worker(*self.source)
             job = next(jobs)

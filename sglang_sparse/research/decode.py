@@ -27,7 +27,7 @@ Planes = tuple[Tensor, Tensor]
 
 
 class Decoder:
-    """Prompts prefilled once, decoded from there as often as one likes.
+    """Prompts that are prefilled once, and decoded from there any number of times.
 
     Attributes:
         row_tokens: ``[layers, rows]``, the KV tokens that each layer attended to in each row's last
@@ -51,8 +51,8 @@ class Decoder:
     ) -> None:
         """Prefill ``prompts`` (``rows`` at a time) and leave ``room`` for new tokens.
 
-        The last prompt token is prefilled as the others are, as a server does; what ``prefill``
-        leaves out is dense.
+        The last prompt token is prefilled like the others, as a server does. Layers that
+        ``prefill`` does not change are dense.
         """
         self.model = model
         self.attend_prompt = prefill

@@ -2,8 +2,8 @@
 """Measures Kascade on the reference model, beside the other methods and dense.
 
 ``python -m sglang_sparse.research.kascade`` decodes with anchors and head maps of
-``configs/reference/kascade.json`` over a dense and over a sparse prefill, and draws what it finds.
-What matters most comes first, and a run goes on after the last cell of the file.
+``configs/reference/kascade.json`` over a dense and over a sparse prefill, and draws the results.
+The most important cells are measured first, and a run continues after the last cell of its file.
 """
 
 from __future__ import annotations

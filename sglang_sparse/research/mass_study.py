@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV touched at equal accuracy, a share of the mass beside a fixed budget.
+"""KV that is read at equal accuracy: a share of the mass compared with a fixed budget.
 
 ``python -m sglang_sparse.research.mass_study --out mass.json [--plots folder]``
 
-Both rank the same blocks or tokens by the same scores; all tasks and lengths are mixed. As in PSA,
-section 5.2: the smallest mean KV with which each keeps 98 % of the dense accuracy, once of their
-mean and once of every task on its own (its section 5.1 evaluates accuracy on each data set). Cells
-that ``--out`` holds already are not measured again, and ``--join`` adds those of other files, so
-that lengths may be measured side by side.
+Both rank the same blocks or tokens by the same scores, and all tasks and lengths are mixed. As in
+PSA, section 5.2, the result is the smallest mean KV that keeps 98 % of the dense accuracy. One
+criterion asks this of the mean accuracy, the other of every task (section 5.1 evaluates accuracy on
+each data set). Cells that ``--out`` already holds are not measured again. ``--join`` adds the cells
+of other files, so that lengths can be measured side by side.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def policies(
 
 
 class MassStudy:
-    """Runs every policy on every task and length, and finds what each kind needs.
+    """Runs every policy on every task and length, and finds the cheapest policy of each kind.
 
     Attributes:
         result: JSON-ready: a row a policy, with a cell for each task and length.
     """
 
     def __init__(self, study: Study, base: Policy, out: Path) -> None:
-        """Go on from ``out`` if it is there.
+        """Continue from ``out`` if it exists.
 
         Raises:
             ValueError: ``out`` holds another study.
@@ -117,7 +117,7 @@ class MassStudy:
         study.say(length=length, tasks=list(tasks))
 
     def save(self) -> None:
-        """Write what there is."""
+        """Write the results so far."""
         self.out.write_text(json.dumps(self.result) + "\n")
 
     def _cells(

@@ -84,7 +84,7 @@ class RowMaker:
     def __init__(
         self, encoder: FileEncoder, builder: ContextBuilder | None = None, text_share: float = 1.0
     ) -> None:
-        """``text_share`` of the rows teach their text too: few, or it is learnt by heart."""
+        """``text_share`` of the rows also train on their text. More would be learnt by heart."""
         self.encoder = encoder
         self.text_share = text_share
         self.builder = builder or ContextBuilder(encoder, "train")

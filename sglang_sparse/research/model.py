@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer, cut before and after the attending so that both parts compile alone."""
+    """A decoder layer in two parts, before and after attention, so that both compile alone."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

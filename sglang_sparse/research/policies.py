@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decode step may attend to, written the simple way: no pages table, one boolean mask.
+"""The tokens that a decode step attends to, in simple code: no page table, one boolean mask.
 
 This is a second implementation, independent of the kernels' references, on contiguous caches.
 Shapes: B rows, L cached tokens, H query heads, G KV heads, D channels; a group is H / G heads.
@@ -35,21 +35,21 @@ class Policy:
         sink, recent: Always kept.
         channels: Channels that SparCas scores with, for each KV head.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
-        storage: What SparCas' copy of K is rounded to; integers have a scale a token and head.
+        storage: Format of SparCas' copy of K; integers have a scale for each token and head.
         dense_layers: First layers that stay dense.
-        anchors: Layers that select for themselves and those after them; all do if empty. The first
-            one attends to everything all the same.
-        head_maps: For each layer, the anchor's head whose tokens each KV head takes; its own where
-            there is no map.
-        pool: With ``oracle``, whose attention is added up to one score: a group's, or all heads'.
+        anchors: Layers that select, for themselves and for the layers after them. If it is empty,
+            all layers select. The first anchor selects and attends to everything.
+        head_maps: For each layer, the anchor's head whose tokens each KV head takes. Without a map
+            each takes its own.
+        pool: With ``oracle``, the heads whose attention is added up to one score: a group, or all.
         epsilon: With ``sparcas`` or a page kind, keep units in the order of their scores until
             their estimated share of the attention reaches this (PSA, algorithm 1); 0 for a fixed
             budget.
-        microbatch: Tokens between two looks at the share.
+        microbatch: Tokens between two stop checks.
         share: Share of a group: the smallest of its heads, or their mean.
-        margin: Nats by which scores exceed what units hold: units that are left are then taken to
-            hold what each head's own scores say, less this. None: each the smallest mass seen so
-            far, as in algorithm 1.
+        margin: Nats by which a score exceeds the logit of a unit's mass. Each unit that is left is
+            then taken to hold the mass that its score says, less this. With None each is taken to
+            hold the smallest mass seen so far, as in algorithm 1.
     """
 
     kind: Kind = "dense"

@@ -59,6 +59,20 @@ def check_speculation(args: Any, config: SparseConfig) -> None:
             "1",
             f"set it to 1: {_TREES}",
         )
+    if str(args.kv_cache_dtype).startswith("fp8"):
+        raise refuse(
+            "--kv-cache-dtype",
+            f"{args.kv_cache_dtype} with --speculative-algorithm {name}",
+            "auto or bfloat16 with speculation",
+            "drop one of them: fp8 KV is not tested with draft tokens",
+        )
+    if getattr(args, "enable_hierarchical_cache", False):
+        raise refuse(
+            "--enable-hierarchical-cache",
+            f"with --speculative-algorithm {name}",
+            "unset with speculation",
+            "drop one of them: KV in host memory is not tested with draft tokens",
+        )
     if args.speculative_draft_attention_backend == BACKEND:
         raise refuse(
             "--speculative-draft-attention-backend",

@@ -13,6 +13,7 @@ from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from server_host import Host
+from streaming_heads import STREAMING
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -47,6 +48,7 @@ WHOLE_MASS = {
     "min_sparse_tokens": 64,
     "cadence": {"every": 4},
 }
+BOUNDED = ["--disable-radix-cache"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 CHAINS = [
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
@@ -69,7 +71,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "page_minmax",
             *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
             *("--enable-metrics", "--enable-cache-report"),
-            "--enable-custom-logit-processor",
+            # Prompts of an evaluation in chunks, which forced decoding has to tell apart.
+            *("--enable-custom-logit-processor", "--chunked-prefill-size", "512"),
             "--disable-cuda-graph",
         ],
         {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
@@ -98,6 +101,32 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "--disable-cuda-graph",
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
+    ),
+    # Heads of both kinds; lists are kept over four steps.
+    "streaming": (
+        [
+            *SPARSE,
+            "page_minmax",
+            *(
+                "--sparse-config",
+                json.dumps(CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}}),
+            ),
+            *("--enable-metrics", "--disable-cuda-graph"),
+        ],
+        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    # Windows as long as the context, beside lists that stop at a share of one.
+    "streaming-everything": (
+        [
+            *SPARSE,
+            "psa",
+            *(
+                "--sparse-config",
+                json.dumps(WHOLE_MASS | {"heads": STREAMING | {"local": 32768}}),
+            ),
+            *("--tp", "2", "--disable-cuda-graph"),
+        ],
+        {},
     ),
     # A share of the mass over single tokens; everything else as shipped.
     "psa_sketch": (
@@ -130,6 +159,16 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--max-total-tokens", "8192"),
         ],
         COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    # Two copies of the model, each with a scheduler of its own.
+    "page_minmax-copies": (
+        [
+            *SPARSE,
+            "page_minmax",
+            *("--sparse-config", json.dumps(CHOOSY)),
+            *("--dp-size", "2"),
+        ],
+        {},
     ),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
@@ -177,6 +216,22 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    "cascade": ([*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "2048"], {}),
+    # Chunks that end inside of strides.
+    "cascade-chunks": (
+        [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
+        {},
+    ),
+    "cascade-whole": (
+        [
+            *SPARSE,
+            "cascade",
+            *BOUNDED,
+            *("--sparse-config", '{"retention": {"window": 4096, "stride": 1024}}'),
+            *("--chunked-prefill-size", "1024"),
+        ],
+        {},
+    ),
     # One list for all heads, which every layer reads through a map.
     "kascade-heads-everything": (
         [
@@ -213,11 +268,11 @@ CONFIGURATIONS |= {
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 MOST_RUNNING = 5  # servers at once; each takes most of a GiB
 # Started by a command that users type; the others are forked, which takes a fraction of it.
-COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
+COMMANDS = {"sparcas-kept": [SGLANG, "serve"], "page_minmax-copies": LAUNCH_SERVER}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier"),
+    *("ranks", "kascade", "speculation", "copies", "fp8_kv", "host_tier", "lserve", "cascade"),
 )
 
 

@@ -11,11 +11,14 @@ import pytest
 from live_server import MODEL, base_args
 from start_driver import outcomes_of
 
+from sglang_sparse import compat
+
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 HOST_TIER = [*SPARSE, "--enable-hierarchical-cache"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
+CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
 CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
@@ -78,6 +81,11 @@ HOST_TIER_CASES: dict[str, tuple[list[str], list[str]]] = (
 def preferring(params: Any) -> list[str]:
     """``--preferred-sampling-params`` of these."""
     return ["--preferred-sampling-params", json.dumps(params)]
+
+
+def heads_config(**heads: Any) -> list[str]:
+    """``--sparse-config`` of streaming heads."""
+    return ["--sparse-config", json.dumps({"heads": {"kind": "streaming", **heads}})]
 
 
 # name -> (extra flags, words that the one line must hold)
@@ -159,21 +167,9 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--page-size", "128"],
         ["--page-size", "128", "64"],
     ),
-    "draft tokens from a tree of n-grams": (
-        [*SPARSE, "--speculative-algorithm", "NGRAM"],
-        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
-    ),
     "draft tokens from a tree of a draft model": (
         [*SPARSE, *CHAINS, "--speculative-eagle-topk", "4"],
         ["--speculative-eagle-topk", "4", "planes do not follow"],
-    ),
-    "another kind of speculation": (
-        [*SPARSE, "--speculative-algorithm", "DFLASH"],
-        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
-    ),
-    "draft tokens under a budget that ends by one query": (
-        [*PSA, *CHAINS],
-        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
     ),
     "disaggregation": (
         [*SPARSE, "--disaggregation-mode", "prefill"],
@@ -183,6 +179,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
+    "ranks on several hosts": (
+        [*SPARSE, "--nnodes", "2", "--dist-init-addr", "127.0.0.1:9"],
+        ["--nnodes", "2", "1"],
+    ),
     "several tokenizers": (
         [*SPARSE, "--tokenizer-worker-num", "2"],
         ["--tokenizer-worker-num", "2", "1"],
@@ -250,6 +250,30 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["multiquery", "1 to 16"],
     ),
+    "states beside a tree": (
+        CASCADE,
+        ["--disable-radix-cache unset", "add --disable-radix-cache", "cascade"],
+    ),
+    "states of two ranks": (
+        [*CASCADE, "--disable-radix-cache", "--tp-size", "2"],
+        ["--tp-size 2", "states of several ranks are not tested yet"],
+    ),
+    "a stride that does not divide the window": (
+        [*CASCADE, "--sparse-config", '{"retention": {"stride": 384}}'],
+        ["--sparse-config", "retention.stride 384 does not divide retention.window 1024"],
+    ),
+    "a window below the sinks": (
+        [*CASCADE, "--sparse-config", '{"retention": {"window": 32, "stride": 32}}'],
+        ["--sparse-config", "retention.window 32 is below retention.sinks 64", "at least 64"],
+    ),
+    "a bounded retention of selections": (
+        [
+            *SPARSE,
+            "--sparse-config",
+            '{"retention": {"kind": "cascade", "window": 512, "stride": 128}}',
+        ],
+        ["--sparse-config", "does not go with retention.kind cascade", "layers none"],
+    ),
     "another tree": (
         [*SPARSE, "--radix-cache-backend", "flexkv"],
         ["--radix-cache-backend", "flexkv"],
@@ -257,6 +281,26 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "prefill on another backend": (
         [*SPARSE, "--prefill-attention-backend", "torch_native"],
         ["--prefill-attention-backend", "torch_native"],
+    ),
+    "gates of another model": (
+        [*SPARSE, *heads_config(file="{TMP}/gates.tsv")],
+        ["--sparse-config", "the heads are of gates.tsv (5 layers, 4 KV heads), not of"],
+    ),
+    "gates above one": (
+        [*SPARSE, *heads_config(file="{TMP}/large.tsv")],
+        ["--sparse-config", "large.tsv holds the gate 1.5"],
+    ),
+    "a window off the page": (
+        [*SPARSE, *heads_config(streaming=[[0]] * 6, local=1000)],
+        ["--sparse-config", "heads.local 1000 is no multiple of page_size 64", "to 1024"],
+    ),
+    "more heads than there are": (
+        [*SPARSE, *heads_config(streaming=[[0]] * 5 + [[4]])],
+        ["--sparse-config", "the heads [4] of layer 5, more than there are", "heads 0 to 3"],
+    ),
+    "heads that nobody measured": (
+        ["--model-path", "{TMP}/shallow", *SPARSE[:-1], "lserve"],
+        ["--sparse-method lserve", "set heads.file in --sparse-config"],
     ),
     "quantized KV": (
         [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
@@ -269,12 +313,33 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 
+SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
+    "draft tokens from a tree of n-grams": (
+        [*SPARSE, "--speculative-algorithm", "NGRAM"],
+        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
+    ),
+    "another kind of speculation": (
+        [*SPARSE, "--speculative-algorithm", "DFLASH"],
+        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
+    ),
+    "draft tokens under a budget that ends by one query": (
+        [*PSA, *CHAINS],
+        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
+    ),
+}
+if not compat.current().SPECULATIVE:
+    all_refused = ["--speculative-algorithm", "allowed: unset"]
+    SPECULATIVE = {name: (args, all_refused) for name, (args, _) in SPECULATIVE.items()}
+REFUSALS |= SPECULATIVE
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """How each command line ended (a status, an exception's name, or "started") and its words."""
     tmp = tmp_path_factory.mktemp("refusals")
     (tmp / "damaged.json").write_text('{"layers": ')
+    (tmp / "gates.tsv").write_text("0.5\t0.5\t0.5\t0.5\n" * 5)
+    (tmp / "large.tsv").write_text("0.5\t0.5\t0.5\t1.5\n" * 6)
     models = {
         "mla": MLA,
         "mistral": MISTRAL,

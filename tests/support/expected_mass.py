@@ -34,6 +34,11 @@ def seen_since(
     return layers
 
 
+def shares_around(policy: Policy) -> list[Policy]:
+    """The policy that stops as early, and the one that stops as late, as rounding may lead to."""
+    return [replace(policy, epsilon=policy.epsilon + error) for error in (-MASS_ERROR, MASS_ERROR)]
+
+
 class ExpectedMass:
     """Prompts prefilled once and decoded under any policy, for a number of sparse steps."""
 
@@ -60,9 +65,26 @@ class ExpectedMass:
         themselves are sums of float32 probabilities.
         """
         if policy.epsilon:
-            ends = [replace(policy, epsilon=policy.epsilon + e) for e in (-MASS_ERROR, MASS_ERROR)]
+            ends = shares_around(policy)
         else:
             units = (-policy.unit, policy.unit)
             ends = [replace(policy, budget=policy.budget + unit) for unit in units]
         low, high = (self.reached(end) for end in ends)
         return {layer: (low[layer] - MASS_ERROR, high[layer] + MASS_ERROR) for layer in low}
+
+    def blocks(self, policy: Policy) -> dict[str, torch.Tensor]:
+        """Blocks attended to by layer and row, summed over steps and KV heads."""
+        decoder, config = self._decoder, self._model.config
+        decoder.generate(policy, end=-1)
+        tokens = self._steps * decoder.row_tokens[policy.dense_layers :]  # mean over KV heads
+        # All blocks are whole but the last one, which is always attended to.
+        lengths = decoder.prompt_lengths[:, None] + 1 + torch.arange(self._steps)
+        last = ((lengths - 1) % policy.unit + 1).sum(1)
+        blocks = (config.kv_heads * ((tokens - last) / policy.unit + self._steps)).round()
+        layers = range(policy.dense_layers, config.layers)
+        return {str(layer): row for layer, row in zip(layers, blocks, strict=True)}
+
+    def block_range(self, policy: Policy) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Fewest and most blocks by layer and row; see :meth:`range_of`."""
+        low, high = (self.blocks(end) for end in shares_around(policy))
+        return {layer: (low[layer], high[layer]) for layer in low}

@@ -30,6 +30,7 @@ def facts(model: str, preset: str, step_tokens: int = 1) -> Facts:
         total_kv_heads=4,
         ranks=1,
         layers={"dense": [5, 6], "select": [0, 1, 2], "reuse": [3]},
+        streaming_heads={"select": 0, "reuse": 0},
         request_budget={},
         graphs={},
         plane_bytes={"page_min": 3 << 20, "page_max": 3 << 20},

@@ -105,6 +105,12 @@ BAD_CONFIGS: list[dict[str, object]] = [
     {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 1024, "margin": 1.0}},
     {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 1024, "estimator": "scored"}},
     {"prefill": {"kind": "tile_topk", "fraction": 0.1, "floor": 64}},
+    {"heads": {"kind": "streaming"}},
+    {"heads": {"kind": "streaming", "file": "no/such/file.json"}},
+    {"heads": {"kind": "streaming", "streaming": [[0]] * 4, "sink": 100}},
+    {"heads": {"kind": "streaming", "streaming": [[0]] * 3}},
+    {"heads": {"kind": "streaming", "streaming": [[0, 0]] * 4}},
+    {"heads": {"kind": "streaming", "streaming": [[9]] * 4}},
     {"model": load_preset("qwen3-8b", "sparcas").model.model_dump()},  # type: ignore[union-attr]
 ]
 

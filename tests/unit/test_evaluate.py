@@ -6,8 +6,8 @@ from __future__ import annotations
 import io
 import json
 import math
+from array import array
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from sglang_sparse import compat
+from sglang_sparse.compat import v0517
 from sglang_sparse.config import ConfigError
 from sglang_sparse.evaluate import harness
 from sglang_sparse.evaluate.arms import Arm, make_arms
@@ -96,10 +98,16 @@ def test_a_forced_token_wins_and_reports_its_true_log_probability() -> None:
 
 
 def test_what_is_sampled_inside_of_a_prompt_takes_no_token() -> None:
-    request = SimpleNamespace(origin_input_ids=[1] * 9, extend_range=SimpleNamespace(end=5))
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    request = Req("r", "", array("q", [1] * 9), SamplingParams(max_new_tokens=2), vocab_size=8)
     params: dict[str, Any] = {"forced": [3, 4], "__req__": request}
     for end, token in ((5, 3), (9, 3), (9, 4)):
-        request.extend_range.end = end
+        if compat.current() is v0517:
+            request.set_extend_range(0, end)
+        else:
+            request.extend_end = end
         assert int(ForcedTokens()(torch.zeros(1, 8), [params]).argmax()) == token
 
 

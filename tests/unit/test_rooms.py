@@ -28,7 +28,7 @@ ROOMS = {
     "config": {"choices"},
     "tasks": set(),
     "calibrate": {"config", "tasks"},
-    "evaluate": {"config", "tasks", "request_options"},
+    "evaluate": {"config", "tasks", "request_options", "compat"},
     "research": {"config", "tasks", "calibrate"},
     "compat": {"config", "graph_variants", "launch", "native_cpu", "pools", "checks", "devices"},
     "speculation": {"compat", "config", "checks", "launch"},

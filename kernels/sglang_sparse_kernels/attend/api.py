@@ -28,10 +28,11 @@ def gathered_decode_attention(
     Row r, KV head h attends to the positions below tail_start of the units
     ``indices[rows[r], h, :counts[rows[r], h]]`` of ``lists`` and to [tail_start, seq_len). A row
     with k_units 0 has an empty list, whatever its count says; with tail_start 0 it is dense. With a
-    ``head_map`` KV head h attends to list ``head_map[h]`` (Kascade section 3.5).
+    ``head_map`` KV head h attends to list ``head_map[h]`` (Kascade section 3.5). A streaming
+    head of the lists' ``windows`` attends to its sinks and window alone in a row that selects.
 
     With several queries a row, consecutive tokens of its request, they share its lists. The plan is
-    the first one's: query j attends to [tail_start, seq_len + j).
+    the first one's: query j attends to [tail_start, seq_len + j), and its window ends there.
 
     Args:
         q: [R * queries, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows;
@@ -77,5 +78,12 @@ def gathered_decode_attention(
     from .kernel import gathered_decode_attention_triton
 
     gathered_decode_attention_triton(
-        q, kv, plan, lists, softmax=softmax, out=out, workspace=workspace, queries=queries
+        q,
+        kv,
+        plan,
+        lists,
+        softmax=softmax,
+        out=out,
+        workspace=workspace,
+        queries=queries,
     )

@@ -18,15 +18,26 @@ def gathered_decode_attention_cpu(
         column.tolist() for column in (plan.seq_lens, plan.tail_start, plan.k_units)
     )
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
-    softmax = kv.logits(softmax)
+    softmax, windows = kv.logits(softmax), lists.windows
+    streams = torch.zeros(kv.num_heads) if windows is None else windows.streams
+    reading, streaming = ((streams == kind).nonzero().flatten() for kind in (0, 1))
     for row, (length, tail, units) in enumerate(zip(lengths, tails, kept, strict=True)):
         for token in range(row * queries, (row + 1) * queries):
             end = length + token % queries
             if units == 0 and tail == 0:
                 result = _attend_to_all(query[token], kv, row, end, softmax)
             else:
-                positions, hidden = _positions(lists, row, kv.num_heads, end, tail, units)
-                result = _attend(query[token], kv, row, positions, hidden, softmax)
+                result = torch.empty_like(query[token])
+                if len(reading):
+                    positions, hidden = _positions(lists, row, reading, end, tail, units)
+                    result[reading] = _attend(
+                        query[token], kv, row, reading, positions, hidden, softmax
+                    )
+                if windows is not None and len(streaming):
+                    window = windows.positions(end).expand(len(streaming), -1)
+                    result[streaming] = _attend(
+                        query[token], kv, row, streaming, window, None, softmax
+                    )
             out[token] = result.flatten(0, 1).mul_(kv.scales.v)
 
 
@@ -40,47 +51,50 @@ def _attend_to_all(
 
 
 def _positions(
-    lists: Lists, row: int, heads: int, length: int, tail: int, units: int
+    lists: Lists, row: int, heads: torch.Tensor, length: int, tail: int, units: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What each KV head attends to: int64 [H, n], and bool [H, n] where a list has ended.
+    """What each of ``heads`` attends to: int64 [heads, n], and bool [heads, n] past a list's end.
 
-    Entries that a list lacks are the last position, which every head attends to: so nothing is
-    read that the row does not attend to. The second is None if no list lacks any.
+    A list that ends early is filled up with the last position, which every head attends to anyway.
+    So no other row is read. These entries are hidden; if there are none, the second is None.
     """
     unit, after = lists.unit, torch.arange(tail, length)
     if units == 0:
-        return after.expand(heads, -1), None
-    list_row, listed = int(lists.rows[row]), min(units, lists.capacity)
-    indices, counts = lists.indices[list_row], lists.counts[list_row]
-    if lists.head_map is not None:
-        indices, counts = indices[lists.head_map], counts[lists.head_map]
-    selected = indices[:, :listed].long()
-    short = min(counts.tolist()) < listed
+        return after.expand(len(heads), -1), None
+    list_row, num_units = int(lists.rows[row]), min(units, lists.capacity)
+    taken = heads if lists.head_map is None else lists.head_map[heads]
+    indices, counts = lists.indices[list_row][taken], lists.counts[list_row][taken]
+    selected = indices[:, :num_units].long()
+    short = min(counts.tolist()) < num_units
     if unit > 1:
         selected = (selected[..., None] * unit + torch.arange(unit)).flatten(1)
     hidden = None
     if short or (unit > 1 and tail % unit):
-        in_list = torch.arange(listed) < counts[:, None]
+        in_list = torch.arange(num_units) < counts[:, None]
         shown = in_list.repeat_interleave(unit, 1) & (selected < tail)
         selected = selected.where(shown, length - 1)
         hidden = torch.nn.functional.pad(~shown, (0, length - tail))
-    return torch.cat((selected, after.expand(heads, -1)), 1), hidden
+    return torch.cat((selected, after.expand(len(heads), -1)), 1), hidden
 
 
 def _attend(
     query: torch.Tensor,
     kv: KVView,
     row: int,
+    heads: torch.Tensor,
     positions: torch.Tensor,
     hidden: torch.Tensor | None,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Attention of ``query`` [H, G, D] to ``positions`` [H, n] that are not hidden; [H, G, D]."""
-    heads, dim = kv.num_heads, query.shape[2]
+    """Attention of ``heads`` to ``positions`` [heads, n] that are not hidden; [heads, G, D].
+
+    ``query`` is [H, G, D].
+    """
+    query, dim = query[heads], query.shape[2]
     # The heads of a slot are rows of their own.
-    at = (kv.slots(row, positions) * heads + torch.arange(heads)[:, None]).flatten()
+    at = (kv.slots(row, positions) * kv.num_heads + heads[:, None]).flatten()
     keys, values = (
-        select_rows(cache.view(-1, dim), at).view(heads, -1, dim).to(query.dtype)
+        select_rows(cache.view(-1, dim), at).view(len(heads), -1, dim).to(query.dtype)
         for cache in (kv.k, kv.v)
     )
     logits = softmax.logits(torch.bmm(query, keys.transpose(1, 2)))

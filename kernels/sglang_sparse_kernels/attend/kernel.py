@@ -14,11 +14,13 @@ from ..triton_ops import (
     begin,
     cast,
     dot,
+    head_tail,
     online_softmax,
     overlapping,
     row_table,
     scaled_logits,
     slots_of,
+    tail_positions,
 )
 from .types import num_splits
 
@@ -40,16 +42,19 @@ def _rows(
     tail,
     tail_tokens,
     counted,
+    end,
     BN: tl.constexpr,
     UNIT: tl.constexpr,
     PAGE: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """(KV rows, whether attended to) [BN] of the tokens from ``first`` on, below ``last``."""
     o_n = first + tl.arange(0, BN)
     m_tail, m_n = o_n < tail_tokens, o_n < last
     o_l = o_n - tail_tokens
     b_unit = tl.load(p_list + o_l // UNIT, mask=m_n & ~m_tail, other=0)
-    b_pos = tl.where(m_tail, tail + o_n, b_unit * UNIT + o_l % UNIT)
+    b_tail = tail_positions(tail, o_n, end, WINDOWS)
+    b_pos = tl.where(m_tail, b_tail, b_unit * UNIT + o_l % UNIT)
     m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
     return slots_of(p_table, b_pos, m_n, PAGE), m_n
 
@@ -63,6 +68,7 @@ def attend_split_kernel(
     indices,
     counts,
     head_map,
+    windows,
     out,
     partial,
     lse,
@@ -93,10 +99,18 @@ def attend_split_kernel(
     if head_map is not None:
         i_list = tl.load(head_map + i_h)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * LISTS + i_list
-    tail = tl.load(plan.tail_start + i_r)
-    first_tail = tl.load(plan.seq_lens + i_r) - tail
-    tail_tokens = first_tail + Q - 1
+    tail, seq_len = tl.load(plan.tail_start + i_r), tl.load(plan.seq_lens + i_r)
     list_tokens = tl.minimum(tl.load(plan.k_units + i_r), capacity) * UNIT
+    sinks = 0
+    WINDOWS: tl.constexpr = windows is not None
+    if WINDOWS:
+        streams = (tl.load(windows.streams + i_h) != 0) & (tail > 0)
+        tail, sinks = head_tail(windows, streams, seq_len, tail)
+        list_tokens = tl.where(streams, 0, list_tokens)
+    # Tokens of the tail up to the first query and to the last one, and the sinks behind them.
+    first_tail = seq_len - tail
+    last_tail = first_tail + Q - 1
+    tail_tokens, end = last_tail + sinks, tail + last_tail
     counted = tl.load(counts + i_l) * UNIT
     # One sequence of tokens: the tail, then the list. Its split follows from the plan alone, so
     # that indices load while the count, which may be lower, is on its way.
@@ -118,18 +132,23 @@ def attend_split_kernel(
     # A split of a list has one tile of these: where its tokens lie is known sooner without copies
     # that run ahead. In longer rows beside it the next tile is looked up while one is on its way.
     if BN == ONE_TILE:
-        b_row, m_n = _rows(p_list, p_table, first, last, tail, tail_tokens, counted, BN, UNIT, PAGE)
+        b_row, m_n = _rows(
+            p_list, p_table, first, last, tail, tail_tokens, counted, end, BN, UNIT, PAGE,
+            WINDOWS,
+        )  # fmt: skip
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
         if BN == ONE_TILE:
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
             m_kv = m_n
             b_row, m_n = _rows(
-                p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, BN, UNIT, PAGE
-            )
+                p_list, p_table, i_n + BN, last, tail, tail_tokens, counted, end, BN, UNIT,
+                PAGE, WINDOWS,
+            )  # fmt: skip
         else:
             b_row, m_kv = _rows(
-                p_list, p_table, i_n, last, tail, tail_tokens, counted, BN, UNIT, PAGE
-            )
+                p_list, p_table, i_n, last, tail, tail_tokens, counted, end, BN, UNIT, PAGE,
+                WINDOWS,
+            )  # fmt: skip
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
@@ -141,7 +160,12 @@ def attend_split_kernel(
         if Q > 1:
             # Query j sees j tokens of the tail more than the first one does.
             o_n = i_n + tl.arange(0, BN)
-            m_s &= (o_n >= tail_tokens)[None, :] | (o_n[None, :] < (first_tail + o_j)[:, None])
+            m_s &= (o_n >= last_tail)[None, :] | (o_n[None, :] < (first_tail + o_j)[:, None])
+            if WINDOWS:
+                # And its window begins j tokens later.
+                o_w = seq_len - windows.local - tail + o_j
+                m_w = (o_n >= last_tail)[None, :] | (o_n[None, :] >= o_w[:, None])
+                m_s &= m_w | (streams == 0)
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
@@ -208,8 +232,9 @@ def gathered_decode_attention_triton(
         )
     partial, lse = workspace[: partials * dim], workspace[partials * dim :]
     attend_split_kernel[(rows * heads, splits)](
-        q, kv.args, plan.args, lists.rows, lists.indices, lists.counts, lists.head_map, out,
-        partial, lse, q.stride(0), lists.capacity, softmax.scale_log2, softmax.logit_cap,
+        q, kv.args, plan.args, lists.rows, lists.indices, lists.counts, lists.head_map,
+        lists.window_args, out, partial, lse, q.stride(0), lists.capacity,
+        softmax.scale_log2, softmax.logit_cap,
         H=heads, LISTS=lists.indices.shape[1], G=group, Q=queries,
         BG=max(16, next_power_of_2(queries * group)), D=dim,
         PAGE=kv.page_size, UNIT=lists.unit, BN=tile, SPLITS=splits, HAS_CAP=softmax.logit_cap > 0,

@@ -13,7 +13,7 @@ def gathered_decode_attention_reference(
     out: torch.Tensor, queries: int,
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.gathered_decode_attention`."""
-    heads, group, unit = kv.num_heads, kv.group_of(q), lists.unit
+    heads, group, unit, windows = kv.num_heads, kv.group_of(q), lists.unit, lists.windows
     acc = accumulate_dtype(q.dtype)
     device = q.device
     head = torch.arange(heads, device=device)[:, None]
@@ -35,6 +35,11 @@ def gathered_decode_attention_reference(
             in_list = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
             positions = torch.cat((selected.where(in_list, 0), positions), 1)
             visible = torch.cat((in_list, visible), 1)
+        if windows is not None and tail_start > 0:
+            window = windows.positions(seq_len, queries).expand(heads, -1)
+            streams = (windows.streams != 0)[:, None]
+            positions = torch.cat((positions, window), 1)
+            visible = torch.cat((visible & ~streams, streams.expand_as(window)), 1)
         slots = kv.slots(row, positions)
         shown = visible[..., None]
         keys = kv.keys((slots, head), acc).where(shown, 0)
@@ -43,6 +48,9 @@ def gathered_decode_attention_reference(
         query = q[tokens].reshape(queries, heads, group, -1).to(acc)
         logits = softmax.logits(torch.einsum("qhgd,hnd->qhgn", query, keys))
         seen = visible & (positions <= last[:, None, None])  # [queries, heads, positions]
+        if windows is not None and tail_start > 0:
+            recent = positions > last[:, None, None] - windows.local
+            seen &= recent | (positions < windows.sink) | ~streams
         logits = logits.masked_fill(~seen[:, :, None], float("-inf"))
         result = torch.einsum("qhgn,hnd->qhgd", logits.softmax(-1), values)
         out[tokens] = result.reshape(queries, heads * group, -1).to(out.dtype)

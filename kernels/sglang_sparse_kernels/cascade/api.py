@@ -41,7 +41,7 @@ def close_strides(
         slots: int32 [R]; below 0 for padding.
         tokens: int32 [R], tokens of each request so far.
         workspace: needed by "triton".
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.
@@ -52,7 +52,7 @@ def close_strides(
     for name, column in {"slots": slots, "tokens": tokens}.items():
         check_dtype(name, column, torch.int32)
         check_contiguous(name, column)
-    if impl == "torch":
+    if impl != "triton":
         close_strides_reference(state, slots, tokens)
         return
     if workspace is None:
@@ -75,7 +75,7 @@ def append_tokens(
         v: the same shape.
         state: of one layer.
         batch: the rows.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
@@ -84,7 +84,7 @@ def append_tokens(
     _check_layer(state, batch)
     check_shape("k", k, (-1, state.num_heads, state.k.shape[-1]))
     check_shape("v", v, tuple(k.shape))
-    if impl == "torch":
+    if impl != "triton":
         append_tokens_reference(k, v, state, batch)
         return
     for name, tensor in {"k": k, "v": v}.items():
@@ -114,8 +114,8 @@ def cascade_attention(
     positions in the request, so the output is dense attention's.
 
     Args:
-        q: [tokens, H * G, D] before rotation, bf16 or fp16 ("torch" also fp32, fp64); D is 64 or
-            128; any stride between tokens.
+        q: [tokens, H * G, D] before rotation, bf16 or fp16 ("cpu" and "torch" also fp32, fp64), any
+            stride between tokens; D is 64 or 128.
         state: of one layer, which has the new tokens; its scores are rewritten.
         batch: the rows; decoding has one new token a row.
         cos_sin: float32 [positions, D], cosines then sines of each cache position, as SGLang's
@@ -124,7 +124,7 @@ def cascade_attention(
         average: how scores follow from probabilities.
         out: q's shape and dtype, contiguous; every entry is written.
         workspace: needed by "triton" for one new token a row.
-        impl: "triton" or "torch".
+        impl: "triton", "cpu" or "torch".
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a workspace that is too small.
@@ -137,7 +137,7 @@ def cascade_attention(
     check_shape("cos_sin", cos_sin, (-1, q.shape[-1]))
     if cos_sin.shape[0] < state.shape.rows:
         raise ValueError(f"cos_sin has {cos_sin.shape[0]} positions, not {state.shape.rows}")
-    if impl == "torch":
+    if impl != "triton":
         cascade_attention_reference(
             q, state, batch, cos_sin, softmax=softmax, average=average, out=out
         )

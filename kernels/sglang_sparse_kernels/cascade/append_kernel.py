@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import next_power_of_2
 from ..triton_ops import constants
 from .device_ops import BatchArgs, Shape, StateArgs, batch_row
 from .types import CascadeBatch, CascadeState
@@ -39,7 +38,7 @@ def append_tokens_triton(
 ) -> None:
     """Launch :func:`append_tokens_kernel`."""
     _, heads, dim = k.shape
-    tile = min(TILE_TOKENS, next_power_of_2(batch.most_new))
+    tile = 1 if batch.most_new == 1 else TILE_TOKENS
     grid = (batch.num_rows * heads, triton.cdiv(batch.most_new, tile))
     append_tokens_kernel[grid](
         k, v, StateArgs.of(state), BatchArgs.of(batch), k.stride(0), v.stride(0),

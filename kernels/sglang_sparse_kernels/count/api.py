@@ -16,13 +16,15 @@ COUNTS = (
     "selections",
     "refreshes",
     "cap_hits",
+    "window_tokens",
 )
 """What each entry of :func:`count_decode`'s ``sums`` counts, over rows and steps:
 
 ``rows``: decoded tokens; ``dense_rows``: those of them that attended to everything; ``kv_tokens``:
 KV tokens they could see; ``attended_tokens``: those that a KV head of a selecting layer attended
 to; ``selected_units``: units on the list of a KV head; ``selections``, ``refreshes``: rows whose
-lists or channels were chosen anew; ``cap_hits``: rows whose budget did not fit their list.
+lists or channels were chosen anew; ``cap_hits``: rows whose budget did not fit their list;
+``window_tokens``: KV tokens that a streaming head attended to.
 """
 
 
@@ -33,12 +35,13 @@ def count_decode(
     *,
     unit: int,
     capacity_units: int,
+    window: int = 0,
     impl: Impl,
 ) -> None:
     """Add what ``plan`` says of one decode step to ``sums``.
 
-    Rows of request slot 0 pad a captured graph's batch and count nothing. The last unit of the
-    domain is taken to be listed, as it is wherever recent tokens are always kept.
+    Rows of request slot 0 pad a captured graph's batch and are not counted. Lists are assumed to
+    hold the last unit of the domain, as they do wherever recent tokens are always kept.
 
     Args:
         plan: as :func:`plan_decode` left it.
@@ -46,6 +49,7 @@ def count_decode(
         sums: int64 [len(COUNTS)], contiguous; changed in place.
         unit: tokens a selection unit.
         capacity_units: units a list holds.
+        window: tokens of the sinks and the window of a streaming head.
         impl: "triton", "cpu" or "torch".
 
     Raises:
@@ -63,8 +67,12 @@ def count_decode(
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if impl != "triton":
-        count_decode_reference(plan, budgets, sums, unit=unit, capacity_units=capacity_units)
+        count_decode_reference(
+            plan, budgets, sums, unit=unit, capacity_units=capacity_units, window=window
+        )
         return
     from .kernel import count_decode_triton
 
-    count_decode_triton(plan, budgets, sums, unit=unit, capacity_units=capacity_units)
+    count_decode_triton(
+        plan, budgets, sums, unit=unit, capacity_units=capacity_units, window=window
+    )

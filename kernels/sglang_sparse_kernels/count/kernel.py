@@ -30,6 +30,7 @@ def count_decode_kernel(
     sums,
     rows,
     capacity_units,
+    window,
     UNIT: tl.constexpr,
     BR: tl.constexpr,
 ):
@@ -55,6 +56,7 @@ def count_decode_kernel(
     _add(sums, 5, tl.load(reselect + o_r, mask=m_r, other=0))
     _add(sums, 6, tl.load(refresh + o_r, mask=m_r, other=0))
     _add(sums, 7, m_sparse & (b_wanted > capacity_units))
+    _add(sums, 8, tl.where(m_sparse, tl.minimum(b_len, window), b_len))
 
 
 def count_decode_triton(
@@ -64,6 +66,7 @@ def count_decode_triton(
     *,
     unit: int,
     capacity_units: int,
+    window: int,
 ) -> None:
     """Launch :func:`count_decode_kernel`, one program for all rows."""
     count_decode_kernel[(1,)](
@@ -77,6 +80,7 @@ def count_decode_triton(
         sums,
         plan.num_rows,
         capacity_units,
+        window,
         UNIT=unit,
         BR=max(LEAST_ROWS, triton.next_power_of_2(plan.num_rows)),
     )

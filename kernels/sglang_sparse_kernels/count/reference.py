@@ -13,6 +13,7 @@ def count_decode_reference(
     *,
     unit: int,
     capacity_units: int,
+    window: int,
 ) -> None:
     """See :func:`sglang_sparse_kernels.count_decode`."""
     real = plan.request_slots > 0
@@ -33,5 +34,6 @@ def count_decode_reference(
         plan.reselect[real],
         plan.refresh[real],
         sparse & (wanted_units > capacity_units),
+        torch.where(sparse, lens.clamp(max=window), lens),
     )
     sums += torch.stack([count.long().sum() for count in counts])

@@ -41,9 +41,10 @@ def exact_score(
 
     score(h, t) = log2 of the sum of p_j(t) over the query heads j that share a list: those of KV
     head h, or all. p_j is the softmax over the whole row, [0, seq_len). The logarithm ranks as the
-    sum does and keeps apart what would underflow. K is read once. Written for positions
-    [0, tail_start) of rows with reselect != 0 and k_units > 0; every other entry of ``out`` stays
-    untouched. A NaN score is written as -inf, +inf as the largest finite number.
+    sum does, and still tells sums apart that would underflow. K is read once. Written for positions
+    [0, tail_start) of rows with reselect != 0 and k_units > 0, in lists that are read; every other
+    entry of ``out`` stays untouched. A NaN score is written as -inf, +inf as the largest finite
+    number.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is 64 or
@@ -64,10 +65,10 @@ def exact_score(
     kv.group_of(q)
     out.check(plan.num_rows, lists_of(pool, kv.num_heads))
     if impl == "torch":
-        exact_score_reference(q, kv, plan, softmax=softmax, pool=pool, out=out.values)
+        exact_score_reference(q, kv, plan, softmax=softmax, pool=pool, out=out)
         return
     if impl == "cpu":
-        exact_score_cpu(q, kv, plan, softmax=softmax, pool=pool, out=out.values)
+        exact_score_cpu(q, kv, plan, softmax=softmax, pool=pool, out=out)
         return
     kv.check_triton(q)
     out.check_triton()

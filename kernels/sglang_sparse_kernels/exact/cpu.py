@@ -6,7 +6,7 @@ import torch
 from ..common import accumulate_dtype, rankable
 from ..paged import products
 from ..plan import DecodePlan
-from ..records import KVView, Softmax, scored_rows
+from ..records import KVView, Scores, Softmax, scored_rows
 
 _LOG2_E = 1.4426950408889634
 
@@ -18,9 +18,9 @@ def exact_score_cpu(
     *,
     softmax: Softmax,
     pool: str,
-    out: torch.Tensor,
+    out: Scores,
 ) -> None:
-    """See :func:`sglang_sparse_kernels.exact_score`. In powers of 2, which are the faster ones."""
+    """See :func:`sglang_sparse_kernels.exact_score`. It uses powers of 2, which are faster."""
     query = q.to(accumulate_dtype(q.dtype)).unflatten(1, (kv.num_heads, -1))
     softmax = kv.logits(softmax)
     for row in scored_rows(plan):
@@ -30,10 +30,10 @@ def exact_score_cpu(
         logits -= _log2_sum(logits, -1)
         logits = logits[..., :tail]
         pooled = _log2_sum(logits.flatten(0, 1)[None] if pool == "heads" else logits, 1)
-        out[row, :, :tail] = rankable(pooled[:, 0], out.dtype)
+        out.write(row, rankable(pooled[:, 0], out.values.dtype))
 
 
 def _log2_sum(logits: torch.Tensor, dim: int) -> torch.Tensor:
-    """log2 of the sum of 2**logits over ``dim``, which stays with one entry."""
+    """log2 of the sum of 2**logits over ``dim``, which is kept with a size of one."""
     largest = logits.amax(dim, keepdim=True)
     return (logits - largest).exp2_().sum(dim, keepdim=True).log2_().add_(largest)

@@ -17,6 +17,7 @@ from ..plan import DecodePlan
 from ..records import BLOCK_UNITS, KVView, Scores, Softmax
 from ..triton_ops import (
     dot,
+    is_read,
     online_softmax,
     row_table,
     scaled_logits,
@@ -38,12 +39,14 @@ def exact_logits_kernel(
     q,
     kv,
     plan,
+    unread,
     logits,
     partials,
     stride_q,
     width,
     scale_log2,
     logit_cap,
+    LISTS: tl.constexpr,
     H: tl.constexpr,
     G: tl.constexpr,
     BG: tl.constexpr,
@@ -55,7 +58,7 @@ def exact_logits_kernel(
 ):
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s, splits = tl.program_id(1), tl.num_programs(1)
-    if selects_anew(plan, i_r):
+    if selects_anew(plan, i_r) & is_read(unread, i_h * LISTS // H):
         seq_len = tl.load(plan.seq_lens + i_r)
         n = tl.load(plan.tail_start + i_r)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
@@ -94,6 +97,7 @@ def exact_pool_kernel(
     logits,
     partials,
     plan,
+    unread,
     out,
     block_max,
     width,
@@ -109,7 +113,7 @@ def exact_pool_kernel(
 ):
     # HEADS: KV heads that share a list.
     i_rl, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // LISTS
-    if selects_anew(plan, i_r):
+    if selects_anew(plan, i_r) & is_read(unread, tl.program_id(0) % LISTS):
         n = tl.load(plan.tail_start + i_r)
         o_g, o_s = tl.arange(0, BG), tl.arange(0, BS)
         m_g = o_g < G
@@ -168,14 +172,14 @@ def exact_score_triton(
             f"workspace holds {workspace.partials.numel()} partials, this batch needs {needed}"
         )
     exact_logits_kernel[(rows * heads, splits)](
-        q, kv.args, plan.args, workspace.logits, workspace.partials, q.stride(0), width,
+        q, kv.args, plan.args, out.unread, workspace.logits, workspace.partials, q.stride(0), width,
         softmax.scale_log2, softmax.logit_cap,
-        H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, PAGE=kv.page_size,
+        LISTS=lists, H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, PAGE=kv.page_size,
         BN=TILE_TOKENS, HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
     tiles = triton.cdiv(width, POOL_TILE_TOKENS * POOL_TILES_A_PROGRAM)
     exact_pool_kernel[(rows * lists, tiles)](
-        workspace.logits, workspace.partials, plan.args,
+        workspace.logits, workspace.partials, plan.args, out.unread,
         out.values, out.block_max, width, out.block_max.shape[2],
         LISTS=lists, HEADS=heads // lists, G=group, BG=next_power_of_2(group), SPLITS=splits,
         BS=next_power_of_2(splits), BT=POOL_TILE_TOKENS, BLOCK=BLOCK_UNITS, num_warps=4,

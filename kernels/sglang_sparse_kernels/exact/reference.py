@@ -7,7 +7,7 @@ import torch
 
 from ..common import accumulate_dtype, rankable
 from ..plan import DecodePlan
-from ..records import KVView, Softmax, scored_rows
+from ..records import KVView, Scores, Softmax, scored_rows
 
 
 def exact_score_reference(
@@ -17,7 +17,7 @@ def exact_score_reference(
     *,
     softmax: Softmax,
     pool: str,
-    out: torch.Tensor,
+    out: Scores,
 ) -> None:
     """See :func:`sglang_sparse_kernels.exact_score`."""
     heads, group = kv.num_heads, kv.group_of(q)
@@ -29,4 +29,4 @@ def exact_score_reference(
         logits = softmax.logits(torch.einsum("hgd,nhd->hgn", query, keys))
         log_p = logits.log_softmax(-1)[..., :tail]
         pooled = log_p.logsumexp((0, 1))[None] if pool == "heads" else log_p.logsumexp(1)
-        out[row, :, :tail] = rankable(pooled / math.log(2), out.dtype)
+        out.write(row, rankable(pooled / math.log(2), out.values.dtype))

@@ -42,9 +42,10 @@ def plan_decode(
     L < first_sparse is dense: k_units = tail_start = 0, so that the tail is the whole request.
     Any other row selects from positions [0, tail_start), tail_start = L - 1 - phase with
     phase = (L - first_sparse) % reselect_every, and reselects where phase is 0. The budget is
-    max(floor, ceil(fraction * tail_start)) tokens of its request's own floor and fraction, in
-    units rounded up, at most ``capacity_units`` and at most the units there are. Channels are
-    refreshed where (L - first_sparse) % refresh_every is 0 (SparCas section 3.4, interval U).
+    max(floor, ceil(fraction * tail_start)) tokens, by the request's own floor and fraction. It is
+    rounded up to units, and is at most ``capacity_units`` and the number of units in the domain.
+    Channels are refreshed where (L - first_sparse) % refresh_every is 0 (SparCas section 3.4,
+    interval U).
 
     Args:
         tokens: R rows.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device-side description of one decode batch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +21,7 @@ def budget_row(floor: int, fraction: float) -> tuple[int, int]:
     """One row of :func:`plan_decode`'s ``budgets``.
 
     Args:
-        floor: least budget, in tokens.
+        floor: smallest budget, in tokens.
         fraction: budget as a fraction of the domain, in [0, 1], kept to one millionth.
 
     Raises:
@@ -36,7 +36,7 @@ def budget_row(floor: int, fraction: float) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TokenTable:
-    """Where SGLang says that the tokens of a batch lie, R rows.
+    """Where the tokens of a batch of R rows lie in SGLang's KV pool.
 
     Attributes:
         req_to_token: int32 [request slots, max context], KV slot of each position.
@@ -64,7 +64,7 @@ class TokenTable:
 
 @dataclass(frozen=True)
 class RequestState:
-    """What requests keep from step to step for their plan, by request slot.
+    """State of requests that planning reads, indexed by request slot.
 
     Attributes:
         decode_start: int32 [request slots], tokens a request had when its last prefill ended;
@@ -85,7 +85,7 @@ class RequestState:
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What holds for every row and step of a server.
+    """Settings of planning, the same for every row and step of a server.
 
     Attributes:
         page_size: tokens a physical page: 16, 32 or 64.
@@ -129,10 +129,10 @@ class DecodePlan:
         k_units: [R], units to select per KV head; 0 for a dense row.
         reselect: [R], 1 where the lists are selected anew at this step; 0 for a dense row.
         refresh: [R], 1 where the channels are chosen anew at this step; 0 for a dense row.
-        request_slots: [R], row of this request in tensors of state per request (channels, lists
-            that outlive their step); 0 for a padding row.
-        update_start: [R], ``seq_lens - 1``: with ``seq_lens`` the range of positions whose planes
-            this step adds.
+        request_slots: [R], row of this request in tensors that hold state per request (channels,
+            lists that outlive their step); 0 for a padding row.
+        update_start: [R], ``seq_lens - 1``. This step updates the planes of the positions
+            [update_start, seq_lens).
     """
 
     page_table: torch.Tensor
@@ -173,7 +173,7 @@ class DecodePlan:
 
     @property
     def num_rows(self) -> int:
-        """Rows (R) of this plan."""
+        """Number of rows (R) of this plan."""
         return self.seq_lens.shape[0]
 
     def rows(self, batch_size: int) -> "DecodePlan":
@@ -181,6 +181,11 @@ class DecodePlan:
         if batch_size > self.num_rows:
             raise ValueError(f"batch of {batch_size} rows does not fit a plan of {self.num_rows}")
         return self.part(slice(0, batch_size))
+
+    def dense(self) -> "DecodePlan":
+        """The same rows, none of which selects: all attend to everything."""
+        none = torch.zeros_like(self.seq_lens)
+        return replace(self, tail_start=none, k_units=none, reselect=none, refresh=none)
 
     def part(self, rows: slice) -> "DecodePlan":
         """A view of the rows in ``rows``."""

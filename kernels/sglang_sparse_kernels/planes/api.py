@@ -54,8 +54,8 @@ def update_planes(
 ) -> None:
     """Bring the planes of all layers up to date with the K rows of positions [start, end).
 
-    The sketch of every such position is written; the bounds and the cuboid-mean digest of every
-    logical page that the range touches are recomputed from the rows [page start, min(page end,
+    This writes the sketch of every such position. It computes the bounds and the cuboid-mean digest
+    of every logical page that the range touches anew, from the rows [page start, min(page end,
     end)). One launch for the sketch and one for logical pages cover all layers.
 
     Args:
@@ -66,7 +66,7 @@ def update_planes(
         planes: the planes to write; those that are None are skipped.
         page_table: int32 [R, max_pages], physical page of each logical page of a row.
         start: int32 [R], first position whose K is new.
-        end: int32 [R], one past the last position with K; at most ``start`` for nothing to do.
+        end: int32 [R], one past the last position with K. A row with ``end <= start`` is skipped.
         page_size: tokens a physical page: 16, 32 or 64.
         max_new_tokens: host upper bound of ``end - start`` over the rows; 1 for decode.
         impl: "triton", "cpu" or "torch".

@@ -123,7 +123,8 @@ def update_sketch_kernel(
         o_d = tl.arange(0, BD)
         m_t = (o_t >= first) & (o_t < last)
         m_d = o_d < D
-        # A tile is a token or a page; saying so keeps the address of a page's row aligned.
+        # A tile is one token or a whole page. Told so, the compiler sees that a page's row is
+        # aligned.
         o_p = tl.arange(0, BT) if BT == PAGE else tile % PAGE + tl.arange(0, BT)
         p_k = _layer_keys(k_ptrs, keys, i_l)
         p_k += (page * PAGE + o_p)[:, None] * (H * D) + i_h * D + o_d[None, :]
@@ -141,7 +142,7 @@ def update_sketch_kernel(
             b_k = tl.minimum(tl.maximum(b_k, -int_max), int_max)
             b_k = _round_half_even(b_k, tl.full((), 1.0, tl.float32))
             tl.store(key_sketch_scale + entry * PAGE + o_p, b_scale, mask=m_t)
-        # A page's part of its run; a channel further is a run further.
+        # The page's part of its run. The next channel lies a whole run further.
         PART: tl.constexpr = PAGE // 2 if FORMAT == "int4" else PAGE
         run = i_l.to(tl.int64) * num_runs + page // (RUN // PART)
         p_s = key_sketch + (run * H + i_h) * (D * RUN) + page % (RUN // PART) * PART

@@ -25,7 +25,7 @@ def quantize_sketch(
     """Keys [..., D] in the sketch's ``dtype``, with the scale of integers [...] float16 or None.
 
     fp8 saturates at +-448; integers are symmetric per token and head, rounding halves to even.
-    Those of 4 bits (uint8) come one a byte, plus 8.
+    4-bit integers are returned as uint8, one a byte, with 8 added.
     """
     if dtype == FP8:
         return keys.clamp(-FP8_MAX, FP8_MAX).to(dtype), None
@@ -50,7 +50,7 @@ def by_page(sketch: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def sketch_values(sketch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sketch [..., P], or [..., P / 2] of 4 bits, in ``dtype`` [..., P], without its scale."""
+    """A sketch as ``dtype`` [..., P], not multiplied by its scale; in 4 bits it is [..., P / 2]."""
     if sketch.dtype != torch.uint8:
         return sketch.to(dtype)
     return torch.cat((sketch & 15, sketch >> 4), -1).to(dtype) - INT4_ZERO

@@ -20,10 +20,10 @@ FP8_MAX = 448.0
 INT8_MAX = 127.0
 INT4_MAX = 7.0
 SCALE_DTYPE = torch.float16
-"""Of the scale of a token in a sketch of integers."""
+"""Dtype of a token's scale in a sketch of integers."""
 SCALE_MAX = 65504.0
 INT4_ZERO = 8
-"""What is added to a 4-bit integer before it is stored."""
+"""Added to a 4-bit integer before it is stored, so that it is not negative."""
 
 
 RUN_TOKENS = 128
@@ -31,7 +31,7 @@ RUN_TOKENS = 128
 
 
 def pages_per_run(page_size: int) -> int:
-    """Physical pages, neighbours by number, whose keys of a channel lie side by side."""
+    """Number of physical pages in a run: neighbours by number, which share each channel's row."""
     return RUN_TOKENS // page_size
 
 
@@ -52,7 +52,7 @@ def digest_dtype(kv_dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class PlaneShape:
-    """The pool whose planes are kept: ``num_pages`` counts the padding page in."""
+    """Shape of the KV pool that the planes lie beside. ``num_pages`` includes the padding page."""
 
     num_layers: int
     num_pages: int
@@ -132,11 +132,12 @@ class PlaneBuffers:
         page_mean_low, page_mean_high: the same shape in :func:`digest_dtype`, ends of the
             cuboid-mean digest of a logical page (:func:`cuboid_mean`).
         key_sketch: [L, runs, H, D, 128], float8_e4m3fn, int8 or bfloat16: K with the token axis
-            innermost, so that one channel of a page is contiguous, and beside that of the page's
-            neighbours: a run holds 128 / P pages, and :func:`by_page` finds them. In 4 bits it is
-            uint8 [L, runs, H, D, 64]: tokens t and t + P / 2 of a page in the low and high half of
-            a byte, plus 8.
-        key_sketch_scale: [L, pages, H, P] float16, scale of each token, for integers alone.
+            innermost, so that one channel of a page is contiguous. A run holds 128 / P pages with
+            neighbouring numbers; :func:`by_page` finds a page in it. In 4 bits it is uint8
+            [L, runs, H, D, 64]: the low and high half of a byte hold tokens t and t + P / 2 of a
+            page, each with 8 added.
+        key_sketch_scale: [L, pages, H, P] float16, scale of each token. Only sketches of integers
+            have it.
         logical_page: tokens a logical page (u).
     """
 

@@ -33,8 +33,9 @@ def rank_units(
 ) -> None:
     """Put selected units in the order in which they are attended to (PSA section 3.2, line 6).
 
-    Units that are always selected come first, ascending; the others follow by score, and of equal
-    scores the lower index first. Rows with reselect 0 keep their lists.
+    Units that are always selected come first, ascending. The others follow by score; of two equal
+    scores the lower index comes first. Rows with reselect 0 keep their lists, and so does every
+    list that is not read.
 
     Args:
         scores: R rows, as :func:`sglang_sparse_kernels.select_topk` read them.
@@ -56,12 +57,12 @@ def rank_units(
     check_dtype("selected", selected, torch.int32)
     check_contiguous("selected", selected)
     if impl != "triton":
-        rank_units_reference(scores.values, plan, selected, ranking, always=always)
+        rank_units_reference(scores, plan, selected, ranking, always=always)
         return
     scores.check_triton()
     from .rank_kernel import rank_units_triton
 
-    rank_units_triton(scores.values, plan, selected, ranking, always=always)
+    rank_units_triton(scores, plan, selected, ranking, always=always)
 
 
 def residual_bounds(
@@ -77,19 +78,19 @@ def residual_bounds(
     out: torch.Tensor,
     impl: Impl,
 ) -> None:
-    """Bound the residual mass at each stop check: that of all units not attended to by then.
+    """Bound the residual mass at each stop check: the mass of all units not attended to by then.
 
     After j microbatches it is at most the sum of tokens * exp(bound) over those units. The result
-    is raised by a part for rounding, so that it is never too small; it is -inf where no unit is
-    left. With a ``margin`` it is an estimate instead: a unit's bound exceeds what the unit holds by
-    some nats, and those are taken off.
+    is raised by a bound of its rounding error, so that it is never too small. It is -inf where no
+    unit is left. With a ``margin`` the result is an estimate instead: the bound of a unit is larger
+    than what the unit holds, and ``margin`` nats are subtracted from it.
 
     Args:
         bounds: float32 [R, H, G, max_units] ("torch" also float64), contiguous: largest q.k that a
             unit may hold, for each query head (:func:`sglang_sparse_kernels.page_bounds`).
         scores: R rows, as :func:`rank_units` read them.
-        plan: R rows; tail_start, k_units and reselect are read. Rows with reselect 0 stay as they
-            are.
+        plan: R rows; tail_start, k_units and reselect are read. Rows with reselect 0 keep theirs,
+            and so do lists that are not read.
         ranking: from :func:`rank_units`.
         always: as there.
         microbatch: tokens between two stop checks.
@@ -116,7 +117,7 @@ def residual_bounds(
         raise ValueError(f"out holds {out.shape[3]} stop checks, these lists take {checks}")
     if impl != "triton":
         residual_bounds_reference(
-            bounds, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
+            bounds, scores, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
             margin=margin, out=out,
         )  # fmt: skip
         return
@@ -125,7 +126,7 @@ def residual_bounds(
     from .rank_kernel import residual_bounds_triton
 
     residual_bounds_triton(
-        bounds, scores.values, plan, ranking, always=always, microbatch=microbatch,
+        bounds, scores, plan, ranking, always=always, microbatch=microbatch,
         softmax=softmax, margin=margin, out=out,
     )  # fmt: skip
 
@@ -145,17 +146,22 @@ def progressive_decode_attention(
 ) -> None:
     """Softmax attention over ranked units until their share is reached (PSA, algorithm 1).
 
-    Row r, KV head h attends to the tail [tail_start, seq_len), to the units that are always
-    selected, and then to the others of its list in their order, a microbatch at a time. Units that
-    are always selected and left over beside whole microbatches, with one unit for the tail, are
-    part of the first microbatch. A stop check after each microbatch estimates the share of each
-    query head as A / (A + residual), A being the mass reached. The residual mass is the smallest
-    mass of a unit so far, always selected ones aside (they did not come by rank), times the units
-    of the domain that are left; or, with ``stop.residual``, the bound given for this stop check,
-    which never makes the share too large. The KV head stops at the first stop check at which the
-    group's share is at least its row's epsilon, or at the end of its list. At epsilon 1 only the
-    end of the list stops it. Units after the stop have no effect on the result. A row with k_units
-    0 has an empty list; with tail_start 0 it is dense.
+    Row r, KV head h attends to the tail [tail_start, seq_len), then to the units that are always
+    selected, and then to the other units of its list in their order, a microbatch at a time. The
+    always selected units and one unit for the tail may not fill whole microbatches: the units left
+    over are part of the first microbatch.
+
+    A stop check after each microbatch estimates the share of each query head as A / (A + residual).
+    A is the mass reached. The residual mass is the number of units of the domain that are left,
+    times the smallest mass of a unit so far. Always selected units are no candidates for the
+    smallest, since they did not come by rank. With ``stop.residual`` the residual mass is the bound
+    given for this stop check, which never makes the share too large.
+
+    The KV head stops at the first stop check at which the group's share is at least its row's
+    epsilon, or at the end of its list. At epsilon 1 it stops only at the end of the list. Units
+    after the stop have no effect on the result. A row with k_units 0 has an empty list; with
+    tail_start 0 it is dense. A streaming head of the ranking's ``windows``, in a row that selects,
+    attends to its sinks and window. It is complete with that, and is not counted.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows; D is
@@ -163,11 +169,11 @@ def progressive_decode_attention(
         kv: KV rows in q's dtype or fp8 e4m3, with their scales.
         plan: R rows.
         ranking: from :func:`rank_units`; its unit divides the page size and the microbatch.
-        stop: what is asked for.
-        state: what is kept and counted; rewritten.
+        stop: when a row has reached enough.
+        state: stops and counters; rewritten.
         softmax: scale and cap of the logits.
-        out: [R, H * G, D], q's dtype, contiguous; every entry is written. With None only the stops
-            are found: V is not read, and no attention is computed.
+        out: [R, H * G, D], q's dtype, contiguous; every entry is written. With None the function
+            only finds the stops: it does not read V and computes no attention.
         workspace: at least R rows. Needed by "triton".
         impl: "triton", "cpu" or "torch".
 

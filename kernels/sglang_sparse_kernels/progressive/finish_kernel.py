@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Stop checks: where a row and KV head stops, or at the latest; and the merge up to the stop."""
+"""Stop checks, which find where a row and KV head stops, and the merge of its chunks up to it."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,8 @@ import triton.language as tl
 from ..triton_ops import begin, cast
 from .work_kernel import chunk_plan, row_plan
 
-# Slices of what all layers share, which begin anywhere: one compiled kernel serves all.
+# These are slices of buffers for all layers and may begin at any address. One compiled kernel
+# serves all of them.
 SLICES = ["ranked", "reached", "expected", "counters"]
 NEVER = tl.constexpr(1 << 30)
 
@@ -32,7 +33,7 @@ class Checks(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far each row and KV head is (:class:`ProgressiveWorkspace`)."""
+    """Progress of each row and KV head (:class:`ProgressiveWorkspace`)."""
 
     attended: torch.Tensor
     extended: torch.Tensor
@@ -47,7 +48,7 @@ def _smaller(b_a, b_b):
 
 @triton.jit
 def _exp2_from(b_l, exponent):
-    """exp2(b_l - exponent) for a whole ``exponent``: another one scales it and changes no bit."""
+    """exp2(b_l - exponent) for an integer ``exponent``, which scales it without rounding."""
     b_whole = tl.floor(b_l)
     b_fraction = tl.where(b_l == float("-inf"), 0.0, b_l - b_whole)
     return tl.exp2(b_fraction) * tl.exp2(b_whole - exponent)
@@ -136,6 +137,7 @@ def _find_stop(
 @triton.jit
 def _check_stop(
     rows,
+    windows,
     out,
     reached,
     expected,
@@ -152,16 +154,17 @@ def _check_stop(
     C: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
-    """Find where a row and KV head stops, ``attended`` chunks of which are there (algorithm 1).
+    """Find where a row and KV head stops, of which ``attended`` chunks are done (algorithm 1).
 
-    What a row that stopped came to is written if ``writes``.
+    If ``writes`` is set and the row has stopped, its results are written.
 
     Returns:
         (chunks up to the stop, more than ``attended`` if it lies behind those; all chunks).
     """
     base = i_rh.to(tl.int64) * out.held * L.G
-    # [BG, BC]: a query head's chunks are neighbours, so that one warp sums them. Numbers of chunks
-    # that were not attended to are of an earlier step; all load while the rest is on its way.
+    # [BG, BC]: a query head's chunks are neighbours, so that one warp sums them. Chunks that were
+    # not attended to still hold numbers of an earlier step. All are loaded, before it is known
+    # which.
     o_g, o_n = tl.arange(0, C.BG), tl.arange(0, C.BC)
     o_w = base + o_g[:, None] * out.held + o_n[None, :]
     m_w = (o_g < L.G)[:, None] & (o_n < out.held)[None, :]
@@ -169,7 +172,7 @@ def _check_stop(
     b_min = tl.load(out.min_block + o_w, mask=m_w, other=float("inf"))
     i_r, candidates = i_rh // L.H, tl.load(candidate_counts + i_rh)
     _tail, _tokens, prologue, total, units, first_units, _forced = row_plan(
-        rows, i_r, candidates, L
+        rows, windows, i_rh, candidates, L
     )
     _first_tiles, _chunk_tiles, first_chunks, batches, _tiles = chunk_plan(prologue, total, L)
     chunks = first_chunks + batches
@@ -220,7 +223,7 @@ def _merge(chunks, out, i_rh, i_d, stop, L: tl.constexpr, C: tl.constexpr):
     b_sum = tl.zeros((C.BG, C.BM), tl.float32)
     b_top = tl.full((C.BG,), float("-inf"), tl.float32)
     for i_m in tl.range(0, stop, C.BM):
-        # What lies after the stop may be no number.
+        # Chunks after the stop may hold NaN.
         m_p = m_g & (i_m + o_m < stop)[None, :]
         b_o = tl.load(p_o + i_m * (L.G * L.D), mask=m_p[:, :, None], other=0.0)
         b_x = tl.load(p_x + i_m, mask=m_p, other=float("-inf"))
@@ -239,6 +242,7 @@ def _merge(chunks, out, i_rh, i_d, stop, L: tl.constexpr, C: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=SLICES)
 def progressive_finish_kernel(
     rows,
+    windows,
     chunks,
     progress,
     reached,
@@ -255,10 +259,11 @@ def progressive_finish_kernel(
 ):
     """Find where a row and KV head stops, and merge its chunks up to the stop.
 
-    The first time one program does the stop checks while others merge all chunks that were attended
-    to, which mostly end near the stop. The check then says how far a row that goes on is extended:
-    to where it would stop were nothing further on of any mass. The second time, rows that went on
-    are checked again, and those and the rows that stop earlier are merged up to their stop.
+    In the first launch one program does the stop checks, while others merge all chunks that were
+    attended to, which mostly end near the stop. For a row that goes on, the check finds the latest
+    point where it can stop: where it would stop if no further unit held any mass. In the second
+    launch rows that went on are checked again. They and the rows that stopped earlier than expected
+    are merged up to their stop.
     """
     begin()
     i_rh, i_d = tl.program_id(0), tl.program_id(1)
@@ -268,16 +273,17 @@ def progressive_finish_kernel(
         if (extended > attended) | (stop < attended):
             if extended > attended:
                 stop, _chunks = _check_stop(
-                    rows, chunks, reached, expected, request_slots, epsilons, residual, checks_held,
-                    progress.candidates, counters, i_rh, extended, i_d == 0, L, C, True,
+                    rows, windows, chunks, reached, expected, request_slots, epsilons, residual,
+                    checks_held, progress.candidates, counters, i_rh, extended, i_d == 0, L, C,
+                    True,
                 )  # fmt: skip
             if L.OUTPUT:
                 _merge(chunks, out, i_rh, i_d, stop, L, C)
     else:
         if i_d == 0:
             stop, most = _check_stop(
-                rows, chunks, reached, expected, request_slots, epsilons, residual, checks_held,
-                progress.candidates, counters, i_rh, attended, True, L, C, False,
+                rows, windows, chunks, reached, expected, request_slots, epsilons, residual,
+                checks_held, progress.candidates, counters, i_rh, attended, True, L, C, False,
             )  # fmt: skip
             # One more, lest sums that are rounded elsewhere should fall a little short there.
             latest = tl.where(stop > attended, tl.minimum(stop + 1, most), attended)

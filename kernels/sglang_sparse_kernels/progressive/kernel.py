@@ -3,19 +3,19 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton implementation of attention that stops when enough of the mass is reached.
 
-Where a row stops is known only after it has been attended to so far. But a row usually stops near
-where it stopped in its last step. So there are four launches:
+Where a row stops is known only once it has been attended to up to there. But a row usually stops
+near the place where it stopped in its last step. So there are four launches:
 
 1. *Attend* takes as many microbatches of each row and KV head as the last step took. Its programs
    share the work of all rows equally, and no program waits for another.
-2. *Finish* has one program a row and KV head that checks where it stops, or where it stops at the
-   latest. Other programs merge all chunks meanwhile, which mostly end near the stop.
+2. *Finish* has one program for each row and KV head that finds where it stops, or the latest point
+   where it can stop. Meanwhile other programs merge all chunks, which mostly end near the stop.
 3. *Extend* attends up to the latest stop, for the rows that go on.
 4. *Finish* checks again for those rows, and merges them and the rows that stop earlier.
 
 Where every row stopped as expected, the last two launches return at once. A chunk has the same
-result whichever program attends to it, and a merge depends on nothing after the stop. So what was
-expected decides the time alone, and never the result.
+result whichever program attends to it, and a merge depends on nothing after the stop. So the
+expectation only changes the time, never the result.
 """
 
 import torch
@@ -53,9 +53,9 @@ ROW_COST = 1
 # Programs that attend, a multiprocessor, and registers a thread with which they run at once.
 CTAS_PER_SM = 3
 REGISTERS = 168
-# Programs that would idle may add one for so many of the last step's microbatches.
+# Programs that would idle add one microbatch for so many microbatches of the last step.
 SPARE = 4
-# What checks or merges is small, and waits less for two warps than for four.
+# Checks and merges are small, and synchronise two warps faster than four.
 FINISH_WARPS = 2
 # Numbers that a program merges at once, and the channels of them.
 MERGED, CHANNELS = 2048, 32
@@ -72,7 +72,7 @@ def num_programs(device: torch.device) -> int:
 
 
 def row_heads_tile(count: int) -> int:
-    """Rows times KV heads, ``count`` or more, that a program looks over at once."""
+    """Rows times KV heads that a program holds at once: ``count``, rounded up to few sizes."""
     size = LEAST_ROW_HEADS
     while size < count:
         size *= 4
@@ -84,6 +84,7 @@ def progressive_attend_kernel(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     k_units,
@@ -104,8 +105,10 @@ def progressive_attend_kernel(
     # [BR]: tiles that each row and KV head is expected to take.
     i_e = tl.load(request_slots + o_r // L.H).to(tl.int64) * L.H + o_r % L.H
     b_expected = tl.maximum(tl.load(expected + i_e), 1)
-    b_candidates = candidate_units(k_units, rows.list_rows, ranked, o_r, ranking.capacity, L.H)
-    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, o_r // L.H, b_candidates, L)
+    b_candidates = candidate_units(
+        k_units, rows.list_rows, ranked, windows, o_r, ranking.capacity, L.H
+    )
+    _, _, b_prologue, b_total, _, _, _ = row_plan(rows, windows, o_r, b_candidates, L)
     b_first_tiles, _, b_first_chunks, b_batches, b_all = chunk_plan(b_prologue, b_total, L)
     b_taken = tl.minimum(b_expected, b_batches)
     b_tiles = tl.minimum(b_first_tiles + b_taken * L.BATCH_TILES, b_all)
@@ -118,8 +121,9 @@ def progressive_attend_kernel(
         tl.store(attended + o_r, b_first_chunks + b_taken, mask=m_r)
         tl.store(candidates + o_r, b_candidates, mask=m_r)
     attend_split(
-        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, ranking, out, L, T
-    )
+        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, windows, ranking, out,
+        L, T,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -127,6 +131,7 @@ def progressive_extend_kernel(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     attended,
@@ -143,7 +148,7 @@ def progressive_extend_kernel(
     b_candidates = tl.load(candidates + o_r, mask=m_r, other=0)
     b_more = tl.load(extended + o_r, mask=m_r, other=0) - b_attended
     b_tiles = b_more * L.BATCH_TILES
-    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, ranking, out, L, T)
+    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, windows, ranking, out, L, T)
 
 
 def progressive_decode_attention_triton(
@@ -171,11 +176,12 @@ def progressive_decode_attention_triton(
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
     attend = (
         Queries(q, q.stride(0), kv.logits(softmax).scale_log2, softmax.logit_cap),
-        kv.args, rows, Ranking(ranking.indices, ranking.capacity), chunks,
+        kv.args, rows, ranking.window_args, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
+    progress = Progress(w.attended, w.extended, w.stop, w.candidates)
     check = (
-        rows, chunks, Progress(w.attended, w.extended, w.stop, w.candidates), state.reached,
-        state.expected, plan.request_slots, stop.epsilons, stop.residual,
+        rows, ranking.window_args, chunks, progress, state.reached, state.expected,
+        plan.request_slots, stop.epsilons, stop.residual,
         0 if stop.residual is None else stop.residual.shape[3], out, state.counters,
     )  # fmt: skip
     slices = 0 if out is None else dim // CHANNELS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Triton implementation of ranked lists, and of bounds of what a ranked list leaves out."""
+"""Triton implementation of ranked lists, and of bounds of the mass that such a list leaves out."""
 
 import math
 
@@ -11,8 +11,8 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
-from ..records import Always, Lists, Softmax
-from ..triton_ops import selects_anew
+from ..records import Always, Lists, Scores, Softmax
+from ..triton_ops import is_read, selects_anew
 from .reference import BOUND_FLOOR, BOUND_MARGIN
 
 # Measured on one H200.
@@ -22,7 +22,7 @@ BOUNDS_TILE = 256
 
 @triton.jit
 def rankable(b_s, forced, valid):
-    """Scores as ``select_topk`` ranks them: NaN is -inf; forced ones are +inf and alone are."""
+    """Scores as ``select_topk`` ranks them: NaN is -inf; forced units, and no others, are +inf."""
     b_s = tl.where(b_s == b_s, b_s, float("-inf"))
     b_s = tl.minimum(b_s, 3.4028234663852886e38) + 0.0
     return tl.where(valid, tl.where(forced, float("inf"), b_s), float("-inf"))
@@ -60,7 +60,7 @@ def _bit(n_dims: tl.constexpr, at: tl.constexpr):
 
 @triton.jit
 def _exchange(b_x, n_dims: tl.constexpr, stage: tl.constexpr, at: tl.constexpr):
-    """Order the pairs along axis ``at``, those of every other block of 2 ** stage downwards."""
+    """Order the pairs along axis ``at``; in every other block of 2 ** stage they descend."""
     # The pair's other number; sums wrap around and back.
     b_y = tl.sum(b_x, n_dims - 1 - at, keep_dims=True) - b_x
     b_swap = (b_x > b_y) != (_bit(n_dims, at) != 0)
@@ -86,6 +86,7 @@ def rank_units_kernel(
     tail_start,
     k_units,
     reselect,
+    unread,
     list_rows,
     out_indices,
     out_counts,
@@ -100,7 +101,7 @@ def rank_units_kernel(
 ):
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
     o_c = tl.arange(0, BC)
-    if tl.load(reselect + i_r) != 0:
+    if (tl.load(reselect + i_r) != 0) & is_read(unread, tl.program_id(0) % H):
         tokens = tl.load(tail_start + i_r)
         k = tl.minimum(tl.load(k_units + i_r), tl.minimum(tl.cdiv(tokens, UNIT), capacity))
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
@@ -134,8 +135,8 @@ def _bound_logs(
 ):
     """log2 of the mass that bounds allow each unit for each query head, [units, heads].
 
-    ``heads`` are the heads, which of them there are, and how far apart theirs lie; ``logits`` the
-    factors of logits.
+    ``heads`` holds the heads, a mask of those that exist, and the distance between their bounds.
+    ``logits`` holds the factors of logits.
     """
     o_g, m_g, width = heads
     scale_log2, logit_cap = logits
@@ -155,6 +156,7 @@ def residual_bounds_kernel(
     bounds,
     scores,
     plan,
+    unread,
     list_rows,
     indices,
     counts,
@@ -172,7 +174,7 @@ def residual_bounds_kernel(
     BATCH_UNITS: tl.constexpr, BT: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // H
-    if selects_anew(plan, i_r):
+    if selects_anew(plan, i_r) & is_read(unread, tl.program_id(0) % H):
         tokens = tl.load(plan.tail_start + i_r)
         units = tl.cdiv(tokens, UNIT)
         i_l = tl.load(list_rows + i_r).to(tl.int64) * H + i_rh % H
@@ -227,7 +229,7 @@ def residual_bounds_kernel(
 
 
 def rank_units_triton(
-    scores: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
     selected: torch.Tensor,
     ranking: Lists,
@@ -235,11 +237,12 @@ def rank_units_triton(
     always: Always,
 ) -> None:
     """Launch :func:`rank_units_kernel`, one program a row and KV head."""
-    rows, heads, width = scores.shape
+    rows, heads, width = scores.values.shape
     tile = max(2, next_power_of_2(ranking.capacity))
     rank_units_kernel[(rows * heads,)](
-        scores, selected, plan.tail_start, plan.k_units, plan.reselect, ranking.rows,
-        ranking.indices, ranking.counts, width, ranking.capacity, always.sink, always.recent,
+        scores.values, selected, plan.tail_start, plan.k_units, plan.reselect, scores.unread,
+        ranking.rows, ranking.indices, ranking.counts, width, ranking.capacity, always.sink,
+        always.recent,
         H=heads, UNIT=ranking.unit, BC=tile, DIMS=tile.bit_length() - 1,
         num_warps=RANK_WARPS if tile <= 1024 else 8,
     )  # fmt: skip
@@ -247,7 +250,7 @@ def rank_units_triton(
 
 def residual_bounds_triton(
     bounds: torch.Tensor,
-    scores: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
     ranking: Lists,
     *,
@@ -260,8 +263,8 @@ def residual_bounds_triton(
     """Launch :func:`residual_bounds_kernel`, one program a row and KV head."""
     rows, heads, group, width = bounds.shape
     residual_bounds_kernel[(rows * heads,)](
-        bounds, scores, plan.args, ranking.rows, ranking.indices, ranking.counts, out, width,
-        ranking.capacity, out.shape[3], always.sink, always.recent,
+        bounds, scores.values, plan.args, scores.unread, ranking.rows, ranking.indices,
+        ranking.counts, out, width, ranking.capacity, out.shape[3], always.sink, always.recent,
         softmax.scale_log2, softmax.logit_cap, BOUND_FLOOR, (1 + BOUND_MARGIN) * math.exp(-margin),
         H=heads, G=group, BG=next_power_of_2(group), UNIT=ranking.unit,
         BATCH_UNITS=microbatch // ranking.unit, BT=BOUNDS_TILE, HAS_CAP=softmax.logit_cap > 0,

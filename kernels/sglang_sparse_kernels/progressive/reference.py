@@ -7,14 +7,14 @@ import torch
 
 from ..common import accumulate_dtype, rankable
 from ..plan import DecodePlan
-from ..records import Always, KVView, Lists, Softmax, scored_rows
+from ..records import Always, KVView, Lists, Scores, Softmax, scored_rows
 from .types import MassStop, StopState
 
 BOUND_MARGIN = 2.0**-8
-"""What bounds of the remaining mass are raised by, so that no rounding makes them too small."""
+"""Bounds of the residual mass are raised by this part, so that rounding never makes them small."""
 
 BOUND_FLOOR = 2.0**-100
-"""What they are raised by at least, as a part of the largest bound: sums below it may underflow."""
+"""They are raised by at least this part of the largest bound: smaller sums may underflow."""
 
 
 def forced_units(tokens: int, unit: int, always: Always) -> int:
@@ -24,43 +24,45 @@ def forced_units(tokens: int, unit: int, always: Always) -> int:
 
 
 def prologue_units(forced: int, step: int) -> int:
-    """Units attended to before the first microbatch of ``step`` units, of those that are forced.
+    """How many forced units are attended to before the first microbatch of ``step`` units.
 
-    All of them, if they are few. Of more, as many as fill whole microbatches with a unit of room
-    for the tail: what is left over would take as long as a microbatch, and goes with the first.
+    If they are few, all of them. If they are more, as many as fill whole microbatches, with room
+    for one unit of the tail. The units left over would take as long as a microbatch of their own,
+    so they are part of the first one.
     """
     return (forced + 1) // step * step - 1 if forced + 1 >= step else forced
 
 
 def rank_units_reference(
-    scores: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
     selected: torch.Tensor,
     ranking: Lists,
     *,
     always: Always,
 ) -> None:
-    """See :func:`sglang_sparse_kernels.rank_units`; ``scores`` are the values alone."""
-    unit = ranking.unit
+    """See :func:`sglang_sparse_kernels.rank_units`."""
+    values, read, unit = scores.values, scores.read, ranking.unit
     for row in plan.reselect.nonzero().squeeze(1).tolist():
         tokens = int(plan.tail_start[row])
         kept = min(int(plan.k_units[row]), -(-tokens // unit), ranking.capacity)
         target = int(ranking.rows[row])
-        ranking.counts[target] = kept
-        units = selected[row, :, :kept].long()
+        ranking.counts[target, read] = kept
+        units = selected[row, read, :kept].long()
         recent = max(0, tokens - always.recent) // unit
         forced = (units < -(-always.sink // unit)) | (units >= recent)
-        ranked = rankable(scores[row].gather(1, units), scores.dtype)
+        ranked = rankable(values[row, read].gather(1, units), values.dtype)
         ranked = ranked.masked_fill(forced, torch.inf)
         # Forced units rank first; stable sorts keep the lower index, lists ascend.
         by_score = ranked.sort(dim=-1, descending=True, stable=True).indices
         by_force = forced.gather(1, by_score).int()
         order = by_score.gather(1, by_force.sort(dim=-1, descending=True, stable=True).indices)
-        ranking.indices[target, :, :kept] = units.gather(1, order).int()
+        ranking.indices[target, read, :kept] = units.gather(1, order).int()
 
 
 def residual_bounds_reference(
     bounds: torch.Tensor,
+    scores: Scores,
     plan: DecodePlan,
     ranking: Lists,
     *,
@@ -71,18 +73,18 @@ def residual_bounds_reference(
     out: torch.Tensor,
 ) -> None:
     """See :func:`sglang_sparse_kernels.residual_bounds`."""
-    unit = ranking.unit
+    unit, read = ranking.unit, scores.read
     step = microbatch // unit
-    for row in scored_rows(plan):
+    for row in scored_rows(plan) if len(read) else ():
         tokens, target = int(plan.tail_start[row]), int(ranking.rows[row])
         units = -(-tokens // unit)
-        kept = int(ranking.counts[target].max())  # a row's lists are equally long
+        kept = int(ranking.counts[target, read].max())  # a row's lists are equally long
         first = min(prologue_units(forced_units(tokens, unit, always), step), kept)
         sizes = (tokens - torch.arange(units, device=bounds.device) * unit).clamp(max=unit)
-        logs = softmax.logits(bounds[row, :, :, :units]) + sizes.log()
+        logs = softmax.logits(bounds[row, read, :, :units]) + sizes.log()
         top = logs.amax(-1, keepdim=True)
         mass = (logs - top).exp()
-        order = ranking.indices[target, :, None, :kept].long().expand(*mass.shape[:2], kept)
+        order = ranking.indices[target, read, None, :kept].long().expand(*mass.shape[:2], kept)
         ranked = mass.gather(-1, order)
         unranked = mass.scatter(-1, order, 0).sum(-1, keepdim=True)
         # after[..., i]: the ranked units from the i-th on, and those that are not ranked.
@@ -92,7 +94,7 @@ def residual_bounds_reference(
         attended = (first + steps * step).clamp(max=kept)
         left = (after[..., attended] + BOUND_FLOOR) * (1 + BOUND_MARGIN)
         left = left.where(attended < units, 0)
-        out[row] = ((left.log() + top - margin) / math.log(2)).to(out.dtype)
+        out[row, read] = ((left.log() + top - margin) / math.log(2)).to(out.dtype)
 
 
 def progressive_decode_attention_reference(
@@ -101,6 +103,7 @@ def progressive_decode_attention_reference(
 ) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.progressive_decode_attention`."""
     heads, group, unit = kv.num_heads, kv.group_of(q), ranking.unit
+    windows = ranking.windows
     acc = accumulate_dtype(q.dtype)
     device, step = q.device, stop.microbatch // unit
     head = torch.arange(heads, device=device)[:, None]
@@ -111,14 +114,24 @@ def progressive_decode_attention_reference(
         units = -(-tail_start // unit)
         num_ranked = min(int(plan.k_units[row]), ranking.capacity)
         counts = ranking.counts[list_row].clamp(max=num_ranked).long()
+        tail = torch.arange(tail_start, seq_len, device=device).expand(heads, -1)
+        in_tail = torch.ones_like(tail, dtype=torch.bool)
+        reads = torch.ones(heads, dtype=torch.bool, device=device)
+        if windows is not None and tail_start > 0:
+            # To a streaming head its window is the tail, and it has no list.
+            reads = windows.streams == 0
+            counts = counts.where(reads, 0)
+            window = windows.positions(seq_len).expand(heads, -1)
+            in_tail = reads[:, None].expand_as(tail)
+            in_tail = torch.cat((in_tail, ~reads[:, None].expand_as(window)), 1)
+            tail = torch.cat((tail, window), 1)
         num_ranked = int(counts.max()) if num_ranked else 0
         in_list = torch.arange(num_ranked, device=device) < counts[:, None]
         blocks = ranking.indices[list_row, :, :num_ranked].long().where(in_list, 0)
         selected = (blocks[..., None] * unit + within).flatten(1)
         visible = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
-        tail = torch.arange(tail_start, seq_len, device=device).expand(heads, -1)
         positions = torch.cat((selected.where(visible, 0), tail), 1)
-        visible = torch.cat((visible, torch.ones_like(tail, dtype=torch.bool)), 1)
+        visible = torch.cat((visible, in_tail), 1)
         slots = kv.slots(row, positions)
         keys = kv.keys((slots, head), acc).where(visible[..., None], 0)
         query = q[row].view(heads, group, -1).to(acc)
@@ -155,11 +168,12 @@ def progressive_decode_attention_reference(
             kept = torch.arange(num_ranked, device=device) < got[:, None]
             weights[..., : num_ranked * unit] *= kept.repeat_interleave(unit, 1)[:, None]
             if state.counters is not None:
-                final = missing.gather(1, at[:, None]).squeeze(1)
-                capped = (final > 1 - epsilon) & (got < units)
+                final = missing.gather(1, at[:, None]).squeeze(1)[reads]
+                capped = (final > 1 - epsilon) & (got[reads] < units)
                 share_ppm = ((1 - final) * 1e6).round()
-                sums_of = (got.sum(), heads * units, share_ppm.sum(), capped.sum())
-                state.counters.add_(torch.tensor([heads, *map(int, sums_of)], device=device))
+                lists = int(reads.sum())
+                sums_of = (got.sum(), lists * units, share_ppm.sum(), capped.sum())
+                state.counters.add_(torch.tensor([lists, *map(int, sums_of)], device=device))
         state.reached[list_row] = got.int()
         if out is not None:
             values = kv.values((slots, head), acc).where(visible[..., None], 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What progressive attention is asked for, what it keeps, and its scratch memory."""
+"""Records of progressive attention: when to stop, state between steps, and scratch memory."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -19,12 +19,11 @@ MAX_RANKED_UNITS = 4096
 """Units that a list may rank: they are sorted in the registers of one program."""
 
 COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
-"""What is added up on the device, a sparse row and KV head at a time: how many there were, units
-attended to, units there were, the estimated share, and lists that ended before their share was
-reached."""
+"""Sums that the device keeps over sparse rows and KV heads: their number, units attended to, units
+of their domains, estimated shares, and lists that ended before their share was reached."""
 
 MAX_PROLOGUE_CHUNKS = 32
-"""Chunks that what precedes the first microbatch is cut into at most; a dense row's is long."""
+"""Most chunks before the first microbatch. In a dense row they hold the whole context."""
 
 
 def num_chunks(capacity_units: int, unit: int, microbatch: int) -> int:
@@ -55,7 +54,7 @@ class MassStop:
         share: share of a group: "min" or "mean" of its query heads.
         epsilons: float32 [R], contiguous: the share that each row is to reach, in (0, 1].
         residual: [R, H, G, checks], from :func:`sglang_sparse_kernels.residual_bounds` of this
-            step; None to take the smallest unit for each one that is left.
+            step. With None each unit that is left is taken to hold the smallest mass so far.
     """
 
     always: Always
@@ -77,16 +76,17 @@ class MassStop:
 
 @dataclass(frozen=True)
 class StopState:
-    """Where rows stopped, and what that adds up to.
+    """Where rows stopped, and sums over all stops.
 
     Attributes:
-        reached: int32 [list rows, H], contiguous; a row's entry becomes the number of units that
-            were attended to, so that with the ranking's indices these are the counts of lists as
-            :func:`sglang_sparse_kernels.gathered_decode_attention` takes them.
+        reached: int32 [list rows, H], contiguous. A row's entry becomes the number of units that
+            were attended to. Together with the ranking's indices this is a list as
+            :func:`sglang_sparse_kernels.gathered_decode_attention` takes it.
         expected: int32 [request slots, H], contiguous: microbatches that each KV head of a request
-            took in its last step, any numbers at first; rewritten. It decides the time that
-            "triton" takes, nothing else; "torch" does without.
-        counters: int64 [len(COUNTERS)], contiguous; this step's numbers are added. None for none.
+            took in its last step; any numbers at first; rewritten. It only changes the time that
+            "triton" takes. "torch" does not read it.
+        counters: int64 [len(COUNTERS)], contiguous; this step's numbers are added. With None
+            nothing is counted.
     """
 
     reached: torch.Tensor

@@ -16,7 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_ops import cast, dot, row_table, scaled_logits, slots_of
+from ..triton_ops import (
+    cast,
+    dot,
+    head_tail,
+    row_table,
+    scaled_logits,
+    slots_of,
+    tail_positions,
+)
 from .rank_kernel import forced_range, prologue_units
 
 
@@ -80,28 +88,37 @@ class Chunks(NamedTuple):
 
 
 @triton.jit
-def candidate_units(k_units, list_rows, ranked, i_rh, capacity, H: tl.constexpr):
+def candidate_units(k_units, list_rows, ranked, windows, i_rh, capacity, H: tl.constexpr):
     """Units that may be attended to, for each of a vector of rows and KV heads."""
     i_l = tl.load(list_rows + i_rh // H).to(tl.int64) * H + i_rh % H
     k = tl.minimum(tl.load(k_units + i_rh // H), capacity)
+    if windows is not None:
+        k = tl.where(tl.load(windows.streams + i_rh % H) != 0, 0, k)
     # A dense row's count is whatever the row's former owner left.
     return tl.where(k > 0, tl.minimum(tl.load(ranked + i_l), k), 0)
 
 
 @triton.jit
-def row_plan(rows, i_r, candidates, L: tl.constexpr):
-    """The row plan of row ``i_r`` for a KV head with ``candidates`` units, or of a vector of them.
+def row_plan(rows, windows, i_rh, candidates, L: tl.constexpr):
+    """The row plan of a row and KV head ``i_rh`` with ``candidates`` units, or of a vector of them.
+
+    To a streaming head its window is the tail, and there is nothing else.
 
     Returns (tail start, tokens of the tail, tokens of the prologue, all tokens, units of the
     domain, units of the prologue, how many units are always selected).
     """
-    tail = tl.load(rows.tail_start + i_r)
-    tail_tokens = tl.load(rows.seq_lens + i_r) - tail
-    _, _, forced = forced_range(tail, rows.sink, rows.recent, L.UNIT)
+    planned = tl.load(rows.tail_start + i_rh // L.H)
+    seq_len = tl.load(rows.seq_lens + i_rh // L.H)
+    tail, tail_tokens = planned, seq_len - planned
+    if windows is not None:
+        streams = (tl.load(windows.streams + i_rh % L.H) != 0) & (planned > 0)
+        tail, sinks = head_tail(windows, streams, seq_len, planned)
+        tail_tokens = seq_len - tail + sinks
+    _, _, forced = forced_range(planned, rows.sink, rows.recent, L.UNIT)
     first_units = tl.minimum(prologue_units(forced, L.BN * L.BATCH_TILES // L.UNIT), candidates)
     prologue = tail_tokens + first_units * L.UNIT
     total = tail_tokens + candidates * L.UNIT
-    return tail, tail_tokens, prologue, total, tl.cdiv(tail, L.UNIT), first_units, forced
+    return tail, tail_tokens, prologue, total, tl.cdiv(planned, L.UNIT), first_units, forced
 
 
 @triton.jit
@@ -130,10 +147,12 @@ def _tile_slots(
     first_tiles,
     tail,
     tail_tokens,
+    seq_len,
     prologue,
     total,
     L: tl.constexpr,
     PAGE: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """(KV slots, whether there is a token, how many tokens) of a tile; the former two [BN]."""
     first = tl.where(tile < first_tiles, tile * L.BN, prologue + (tile - first_tiles) * L.BN)
@@ -142,7 +161,8 @@ def _tile_slots(
     m_tail, m_n = o_t < tail_tokens, o_t < last
     o_l = o_t - tail_tokens
     b_unit = tl.load(p_list + o_l // L.UNIT, mask=m_n & ~m_tail, other=0)
-    b_pos = tl.where(m_tail, tail + o_t, b_unit * L.UNIT + o_l % L.UNIT)
+    b_tail = tail_positions(tail, o_t, seq_len, WINDOWS)
+    b_pos = tl.where(m_tail, b_tail, b_unit * L.UNIT + o_l % L.UNIT)
     m_n &= m_tail | ((b_pos >= 0) & (b_pos < tail))
     return slots_of(p_table, b_pos, m_n, PAGE), m_n, last - first
 
@@ -159,11 +179,13 @@ def _attend_tiles(
     tile_last,
     tail,
     tail_tokens,
+    seq_len,
     prologue,
     total,
     forced,
     L: tl.constexpr,
     T: tl.constexpr,
+    WINDOWS: tl.constexpr,
 ):
     """Attend to whole chunks, the tiles [tile_first, tile_last), and store each one's result."""
     i_r, i_h = i_rh // L.H, i_rh % L.H
@@ -191,8 +213,9 @@ def _attend_tiles(
     at = 0
     for tile in tl.range(tile_first, tile_last, num_stages=T.STAGES):
         b_slot, m_kv, tokens = _tile_slots(
-            p_list, p_table, tile, first_tiles, tail, tail_tokens, prologue, total, L, T.PAGE
-        )
+            p_list, p_table, tile, first_tiles, tail, tail_tokens, seq_len, prologue, total, L,
+            T.PAGE, WINDOWS,
+        )  # fmt: skip
         o_kv = (b_slot.to(tl.int64) * L.H + i_h) * L.D
         n_blocks, goes_on = tl.cdiv(tokens, L.UNIT), at > 0
         # [BN, D]
@@ -266,6 +289,7 @@ def attend_split(
     queries,
     kv,
     rows,
+    windows,
     ranking,
     out,
     L: tl.constexpr,
@@ -303,8 +327,9 @@ def attend_split(
             stop_at = tl.minimum(end, row_end)
             i_l = tl.load(rows.list_rows + i_rh // L.H).to(tl.int64) * L.H + i_rh % L.H
             tail, tail_tokens, prologue, total, _units, _first_units, forced = row_plan(
-                rows, i_rh // L.H, candidates, L
+                rows, windows, i_rh, candidates, L
             )
+            seq_len = tl.load(rows.seq_lens + i_rh // L.H)
             first_tiles, chunk_tiles, first_chunks, _, tiles = chunk_plan(prologue, total, L)
             later = first_tiles + (attended - first_chunks) * L.BATCH_TILES
             begin = tl.where(attended > 0, later, 0)
@@ -314,7 +339,7 @@ def attend_split(
                 first = _next_chunk(first, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
                 last = _next_chunk(last, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
                 _attend_tiles(
-                    queries, kv, ranking, out, i_rh, i_l, first, last, tail, tail_tokens, prologue,
-                    total, forced, L, T,
+                    queries, kv, ranking, out, i_rh, i_l, first, last, tail, tail_tokens, seq_len,
+                    prologue, total, forced, L, T, windows is not None,
                 )  # fmt: skip
             at = stop_at

@@ -26,6 +26,9 @@ from .reference import (
     sketch_score_reference,
 )
 
+MOST_JOINED = 4
+"""Logical pages that a unit of selection may have."""
+
 
 def select_channels(
     q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan, *, impl: Impl
@@ -80,7 +83,7 @@ def sketch_score(
 
     score(h, t) = max or sum over the group's query heads of sum over the head's D_b channels of
     q_d * k_sketch_d(t). Written for positions [0, tail_start) of rows with reselect != 0 and
-    k_units > 0; every other entry of ``out`` stays untouched.
+    k_units > 0 in lists that are read; every other entry of ``out`` stays untouched.
     A NaN score is written as -inf, +inf as the largest finite number. Sums of fp8 stay in range for
     queries below 1e37.
 
@@ -107,13 +110,13 @@ def sketch_score(
     out.check(plan.num_rows, heads)
     if impl == "torch":
         if choose_channels:
-            select_channels_reference(q, channels, plan)
-        sketch_score_reference(q, channels, sketch, plan, reduce=reduce, out=out.values)
+            select_channels_reference(q, channels, plan, out.read)
+        sketch_score_reference(q, channels, sketch, plan, reduce=reduce, out=out)
         return
     if impl == "cpu":
         if choose_channels:
-            select_channels_cpu(q, channels, plan)
-        sketch_score_cpu(q, channels, sketch, plan, reduce=reduce, out=out.values)
+            select_channels_cpu(q, channels, plan, out.read)
+        sketch_score_cpu(q, channels, sketch, plan, reduce=reduce, out=out)
         return
     check_dense_rows("q", q)
     out.check_triton()
@@ -125,33 +128,53 @@ def sketch_score(
 
 
 def page_bounds(
-    q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, *, out: torch.Tensor, impl: Impl
+    q: torch.Tensor,
+    pages: PageCuboids,
+    plan: DecodePlan,
+    *,
+    unit: int | None = None,
+    out: torch.Tensor,
+    unread: torch.Tensor | None = None,
+    impl: Impl,
 ) -> None:
-    """Upper bound of q.k over the keys of every logical page, for each query head.
+    """Upper bound of q.k over the keys of every unit, for each query head.
 
     As :func:`page_minmax_score`, whose arguments these are, but the heads of a group stay apart:
-    ``out`` is float32 [R, H, G, max_units] ("torch" also float64), contiguous.
+    ``out`` is float32 [R, H, G, max_units] ("torch" also float64), contiguous. ``unread`` is that
+    of :class:`Scores`.
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
     """
     check_choice("impl", impl, IMPLS)
-    heads = pages.low.shape[1]
+    heads, unit = pages.low.shape[1], _unit_of(pages, unit)
     check_shape("q", q, (plan.num_rows, -1, -1))
     pages.check(q.shape[2])
     check_shape("out", out, (plan.num_rows, heads, group_size(q.shape[1], heads), -1))
     check_contiguous("out", out)
     if impl == "torch":
-        page_bounds_reference(q, pages, plan, out=out)
+        page_bounds_reference(q, pages, plan, unit=unit, out=out, unread=unread)
         return
     if impl == "cpu":
-        page_bounds_cpu(q, pages, plan, out=out)
+        page_bounds_cpu(q, pages, plan, unit=unit, out=out, unread=unread)
         return
     check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
     from .page_kernel import page_minmax_score_triton
 
-    page_minmax_score_triton(q, pages, plan, reduce=None, out=out, block_max=None)
+    page_minmax_score_triton(
+        q, pages, plan, unit=unit, reduce=None, out=out, block_max=None, unread=unread
+    )
+
+
+def _unit_of(pages: PageCuboids, unit: int | None) -> int:
+    """``unit``, or the tokens of one logical page; raises ValueError if it is not whole pages."""
+    unit = pages.unit if unit is None else unit
+    if unit < pages.unit or unit % pages.unit or unit > MOST_JOINED * pages.unit:
+        raise ValueError(
+            f"unit={unit} must be 1 to {MOST_JOINED} logical pages of {pages.unit} tokens"
+        )
+    return unit
 
 
 def page_minmax_score(
@@ -159,25 +182,29 @@ def page_minmax_score(
     pages: PageCuboids,
     plan: DecodePlan,
     *,
+    unit: int | None = None,
     reduce: Reduce,
     out: Scores,
     impl: Impl,
 ) -> None:
     """Largest q.k over a cuboid of every logical page, per KV head.
 
+    A unit of several logical pages has the largest of their scores (LServe, section 3.5.2).
+
     The bounding cuboid of the page's keys gives Quest's criticality, an upper bound of q.k; the
     smaller cuboid of :func:`sglang_sparse_kernels.cuboid_mean` gives ArkVale's estimate of it, by
     the same formula (PSA section 3.1).
 
     score(h, j) = max or sum over the group's query heads of sum over d of
-    max(q_d * min_d(j), q_d * max_d(j)). Written for logical pages [0, ceil(tail_start / unit)) of
-    rows with reselect != 0 and k_units > 0; every other entry of ``out`` stays untouched.
-    A NaN score is written as -inf, +inf as the largest finite number.
+    max(q_d * min_d(j), q_d * max_d(j)). Written for units [0, ceil(tail_start / unit)) of
+    rows with reselect != 0 and k_units > 0 in lists that are read; every other entry of ``out``
+    stays untouched. A NaN score is written as -inf, +inf as the largest finite number.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
         pages: cuboids of one layer's logical pages.
         plan: R rows; page_table, tail_start, k_units and reselect are read.
+        unit: tokens of a unit, whole logical pages, at most 4 of them; one if None.
         reduce: "max" or "sum" over the group.
         out: R rows of H lists, at least ceil(tail_start / unit) units.
         impl: "triton", "cpu" or "torch".
@@ -187,19 +214,22 @@ def page_minmax_score(
     """
     check_choice("impl", impl, IMPLS)
     check_choice("reduce", reduce, REDUCES)
-    heads = pages.low.shape[1]
+    heads, unit = pages.low.shape[1], _unit_of(pages, unit)
     check_shape("q", q, (plan.num_rows, -1, -1))
     group_size(q.shape[1], heads)
     pages.check(q.shape[2])
     out.check(plan.num_rows, heads)
     if impl == "torch":
-        page_minmax_score_reference(q, pages, plan, reduce=reduce, out=out.values)
+        page_minmax_score_reference(q, pages, plan, unit=unit, reduce=reduce, out=out)
         return
     if impl == "cpu":
-        page_minmax_score_cpu(q, pages, plan, reduce=reduce, out=out.values)
+        page_minmax_score_cpu(q, pages, plan, unit=unit, reduce=reduce, out=out)
         return
     check_dense_rows("q", q)
     out.check_triton()
     from .page_kernel import page_minmax_score_triton
 
-    page_minmax_score_triton(q, pages, plan, reduce=reduce, out=out.values, block_max=out.block_max)
+    page_minmax_score_triton(
+        q, pages, plan, unit=unit, reduce=reduce, out=out.values, block_max=out.block_max,
+        unread=out.unread,
+    )  # fmt: skip

@@ -12,7 +12,7 @@ from ..device import splits_of
 from ..plan import DecodePlan
 from ..planes import PageCuboids
 from ..records import BLOCK_UNITS
-from ..triton_ops import begin, dot, overlapping, slots_of, store_scores
+from ..triton_ops import begin, dot, finite_scores, is_read, overlapping, slots_of, store_scores
 
 # Measured on one H200.
 MINMAX_TILE_UNITS = 64
@@ -29,6 +29,7 @@ def page_minmax_score_kernel(
     tail_start,
     k_units,
     reselect,
+    unread,
     out,
     block_max,
     stride_q,
@@ -41,17 +42,22 @@ def page_minmax_score_kernel(
     D: tl.constexpr,
     BD: tl.constexpr,
     PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
+    LOGICAL: tl.constexpr,
+    JOINED: tl.constexpr,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     REDUCE: tl.constexpr,
 ):
+    # LOGICAL tokens are a logical page, JOINED logical pages a unit of selection.
     begin()
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     scored, sparse = tl.load(reselect + i_r) != 0, tl.load(k_units + i_r) > 0
-    n = tl.cdiv(tl.load(tail_start + i_r), UNIT)
-    if scored & sparse:
-        PER_PAGE: tl.constexpr = PAGE // UNIT
+    tokens = tl.load(tail_start + i_r)
+    n = tl.cdiv(tokens, LOGICAL)
+    if scored & sparse & is_read(unread, i_h):
+        PER_PAGE: tl.constexpr = PAGE // LOGICAL
+        BJ: tl.constexpr = BT // JOINED
+        units = tl.cdiv(tokens, LOGICAL * JOINED)
         o_g, o_d = tl.arange(0, BG), tl.arange(0, BD)
         m_d = o_d < D
         p_q = q + i_r.to(tl.int64) * stride_q + (i_h * G + o_g)[None, :] * D + o_d[:, None]
@@ -65,27 +71,36 @@ def page_minmax_score_kernel(
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BT), tl.num_programs(1)):
             o_u = i_t * BT + tl.arange(0, BT)
             m_u = o_u < n
-            # [BU]
+            # [BT]
             b_entry = slots_of(p_table, o_u, m_u, PER_PAGE).to(tl.int64)
             o_e = (b_entry * H + i_h)[:, None] * D + o_d[None, :]
             m_e = m_u[:, None] & m_d[None, :]
-            # [BU, BD]
+            # [BT, BD]
             b_max = tl.load(page_max + o_e, mask=m_e, other=0.0).to(b_q.dtype)
-            # [BU, BD]
+            # [BT, BD]
             b_min = tl.load(page_min + o_e, mask=m_e, other=0.0).to(b_q.dtype)
-            # [BU, BG]
+            # [BT, BG]
             b_a = dot(b_max, b_up, tl.zeros((BT, BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)
             if REDUCE == "none":
-                p_out = out + (base * G + o_g)[None, :] * width + o_u[:, None]
-                tl.store(p_out, b_a, mask=m_u[:, None] & (o_g < G)[None, :])
+                if JOINED > 1:
+                    b_a = tl.where(m_u[:, None], b_a, float("-inf"))
+                    b_a = tl.max(tl.reshape(b_a, (BJ, JOINED, BG)), 1)
+                o_j = i_t * BJ + tl.arange(0, BJ)
+                p_out = out + (base * G + o_g)[None, :] * width + o_j[:, None]
+                tl.store(p_out, b_a, mask=(o_j < units)[:, None] & (o_g < G)[None, :])
             else:
                 if REDUCE == "sum":
                     b_score = tl.sum(b_a, 1)
                 else:
                     b_score = tl.max(tl.where((o_g < G)[None, :], b_a, float("-inf")), 1)
+                if JOINED > 1:
+                    # What is no number must not hide the other pages of its unit.
+                    b_score = tl.where(m_u, finite_scores(b_score), float("-inf"))
+                    b_score = tl.max(tl.reshape(b_score, (BJ, JOINED)), 1)
+                o_j = i_t * BJ + tl.arange(0, BJ)
                 store_scores(
-                    out, block_max, b_score, o_u, n, base * width, base * blocks, BT, BLOCK
+                    out, block_max, b_score, o_j, units, base * width, base * blocks, BJ, BLOCK
                 )
 
 
@@ -94,9 +109,11 @@ def page_minmax_score_triton(
     pages: PageCuboids,
     plan: DecodePlan,
     *,
+    unit: int,
     reduce: str | None,
     out: torch.Tensor,
     block_max: torch.Tensor | None,
+    unread: torch.Tensor | None,
 ) -> None:
     """Launch :func:`page_minmax_score_kernel`: programs of a row and head take tiles in turn.
 
@@ -105,13 +122,15 @@ def page_minmax_score_triton(
     rows, query_heads, dim = q.shape
     heads = pages.low.shape[1]
     group = group_size(query_heads, heads)
-    tiles = triton.cdiv(out.shape[-1], MINMAX_TILE_UNITS)
+    joined = unit // pages.unit
+    tiles = triton.cdiv(out.shape[-1] * joined, MINMAX_TILE_UNITS)
     splits = splits_of(rows * heads, tiles, MINMAX_CTAS_PER_SM, q.device)
     page_minmax_score_kernel[(rows * heads, splits)](
         q, pages.low, pages.high, plan.page_table, plan.tail_start, plan.k_units, plan.reselect,
-        out, block_max, q.stride(0), plan.page_table.stride(0), out.shape[-1],
+        unread, out, block_max, q.stride(0), plan.page_table.stride(0), out.shape[-1],
         0 if block_max is None else block_max.shape[2],
         H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, BD=next_power_of_2(dim),
-        PAGE=pages.page_size, UNIT=pages.unit, BT=MINMAX_TILE_UNITS, BLOCK=BLOCK_UNITS,
-        REDUCE=reduce or "none", num_warps=MINMAX_WARPS, **overlapping(rows * heads),
+        PAGE=pages.page_size, LOGICAL=pages.unit, JOINED=joined, BT=MINMAX_TILE_UNITS,
+        BLOCK=BLOCK_UNITS, REDUCE=reduce or "none", num_warps=MINMAX_WARPS,
+        **overlapping(rows * heads),
     )  # fmt: skip

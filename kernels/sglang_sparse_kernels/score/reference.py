@@ -6,22 +6,26 @@ import torch
 from ..common import accumulate_dtype, group_size, rankable, take
 from ..plan import DecodePlan
 from ..planes import KeySketch, PageCuboids, by_page, sketch_values
-from ..records import scored_rows
+from ..records import Scores, scored_rows
 
 
-def select_channels_reference(q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan) -> None:
-    """See :func:`sglang_sparse_kernels.select_channels`."""
+def select_channels_reference(
+    q: torch.Tensor, channels: torch.Tensor, plan: DecodePlan, read: torch.Tensor | None = None
+) -> None:
+    """See :func:`sglang_sparse_kernels.select_channels`; of the KV heads in ``read``, else all."""
     _, heads, kept = channels.shape
+    read = torch.arange(heads, device=q.device) if read is None else read
     rows = ((plan.refresh != 0) & (plan.k_units > 0)).nonzero().squeeze(1)
     group = group_size(q.shape[1], heads)
     magnitude = q[rows].to(accumulate_dtype(q.dtype)).abs()
     importance = magnitude.unflatten(1, (heads, group)).sum(2)
     ranked = importance.sort(dim=-1, descending=True, stable=True).indices
-    channels[plan.request_slots[rows].long()] = ranked[..., :kept].sort(dim=-1).values.int()
+    chosen = ranked[:, read, :kept].sort(dim=-1).values.int()
+    channels[plan.request_slots[rows].long()[:, None], read] = chosen
 
 
-def _reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
-    """[H, G, n] -> [H, n]."""
+def reduce_group(scores: torch.Tensor, reduce: str) -> torch.Tensor:
+    """One score for each group of query heads: [H, G, n] -> [H, n]."""
     return scores.amax(1) if reduce == "max" else scores.sum(1)
 
 
@@ -32,7 +36,7 @@ def sketch_score_reference(
     plan: DecodePlan,
     *,
     reduce: str,
-    out: torch.Tensor,
+    out: Scores,
 ) -> None:
     """See :func:`sglang_sparse_kernels.sketch_score`."""
     heads, page_size = sketch.values.shape[1], sketch.page_size
@@ -54,8 +58,8 @@ def sketch_score_reference(
         partial = torch.einsum("hgc,nhcp->hgnp", query, keys)
         if sketch.scale is not None:
             partial = partial * sketch.scale[pages].to(acc).permute(1, 0, 2)[:, None]
-        scores = _reduce_group(partial.flatten(2), reduce)
-        out[row, :, :tokens] = rankable(scores[:, :tokens], out.dtype)
+        scores = reduce_group(partial.flatten(2), reduce)
+        out.write(row, rankable(scores[:, :tokens], out.values.dtype))
 
 
 def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int) -> torch.Tensor:
@@ -75,13 +79,28 @@ def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int
     return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), low)
 
 
+def joined(scores: torch.Tensor, pages: int) -> torch.Tensor:
+    """[..., n] -> [..., ceil(n / pages)]: the largest of so many neighbours."""
+    if pages == 1:
+        return scores
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % pages), value=-torch.inf)
+    return padded.unflatten(-1, (-1, pages)).amax(-1)
+
+
 def page_bounds_reference(
-    q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, *, out: torch.Tensor
+    q: torch.Tensor,
+    pages: PageCuboids,
+    plan: DecodePlan,
+    *,
+    unit: int,
+    out: torch.Tensor,
+    unread: torch.Tensor | None = None,
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_bounds`."""
     for row in scored_rows(plan):
-        bound = _page_bounds(q, pages, plan, row)
-        out[row, :, :, : bound.shape[-1]] = bound.to(out.dtype)
+        bound = joined(_page_bounds(q, pages, plan, row), unit // pages.unit).to(out.dtype)
+        own = out[row, :, :, : bound.shape[-1]]
+        own.copy_(bound if unread is None else bound.where(unread[:, None, None] == 0, own))
 
 
 def page_minmax_score_reference(
@@ -89,10 +108,11 @@ def page_minmax_score_reference(
     pages: PageCuboids,
     plan: DecodePlan,
     *,
+    unit: int,
     reduce: str,
-    out: torch.Tensor,
+    out: Scores,
 ) -> None:
     """See :func:`sglang_sparse_kernels.page_minmax_score`."""
     for row in scored_rows(plan):
-        bound = _page_bounds(q, pages, plan, row)
-        out[row, :, : bound.shape[-1]] = rankable(_reduce_group(bound, reduce), out.dtype)
+        scores = reduce_group(_page_bounds(q, pages, plan, row), reduce)
+        out.write(row, joined(rankable(scores, out.values.dtype), unit // pages.unit))

@@ -14,7 +14,7 @@ from ..device import splits_of
 from ..plan import DecodePlan
 from ..planes import KeySketch
 from ..records import BLOCK_UNITS, Scores
-from ..triton_ops import INTERPRETED, begin, finite_scores, overlapping, pages_of
+from ..triton_ops import INTERPRETED, begin, finite_scores, is_read, overlapping, pages_of
 from .channel_kernel import best_channels
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
@@ -206,6 +206,7 @@ def sketch_score_kernel(
     reselect,
     refresh,
     request_slots,
+    unread,
     out,
     block_max,
     stride_q,
@@ -239,7 +240,7 @@ def sketch_score_kernel(
     o_j = tl.program_id(1) * BP + tl.arange(0, BP)
     # [BP]; entries past the row's pages are not used.
     b_page = pages_of(p_table, o_j, o_j < pages, 1)
-    if (scored | fresh) & sparse:
+    if (scored | fresh) & sparse & is_read(unread, i_h):
         p_c = channels + (i_l * H + i_h) * KEPT
         p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
         if fresh:
@@ -339,8 +340,9 @@ def sketch_score_triton(
         splits = splits_of(rows * heads, tiles, SKETCH_CTAS_PER_SM, q.device)
     sketch_score_kernel[(rows * heads, splits)](
         q, channels, sketch.values, sketch.scale, plan.page_table, plan.tail_start, plan.k_units,
-        plan.reselect, plan.refresh, plan.request_slots, out.values, out.block_max, q.stride(0),
-        plan.page_table.stride(0), plan.page_table.shape[1], width, out.block_max.shape[2],
+        plan.reselect, plan.refresh, plan.request_slots, out.unread, out.values, out.block_max,
+        q.stride(0), plan.page_table.stride(0), plan.page_table.shape[1], width,
+        out.block_max.shape[2],
         H=heads, G=group, BG=next_power_of_2(group), D=dim, BD=next_power_of_2(dim), KEPT=kept,
         PAGE=sketch.page_size, BP=tile // sketch.page_size, BLOCK=BLOCK_UNITS,
         RUN=sketch.values.shape[3], ALIGN=math.gcd(width, 16), SUM=reduce == "sum",

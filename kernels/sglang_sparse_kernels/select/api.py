@@ -10,9 +10,10 @@ from .types import TopkWorkspace
 
 
 def find_block_max(scores: Scores, plan: DecodePlan, *, unit: int, impl: Impl) -> None:
-    """Make scores that no operator of this package wrote fit for :func:`select_topk`.
+    """Prepare scores that no operator of this package wrote for :func:`select_topk`.
 
-    In each domain NaN becomes -inf and +inf the largest float, and block maxima are written.
+    In each row's domain NaN becomes -inf, +inf becomes the largest float, and block maxima are
+    written.
 
     Args:
         scores: R rows; changed in place.
@@ -43,19 +44,19 @@ def select_topk(
     workspace: TopkWorkspace | None = None,
     impl: Impl,
 ) -> None:
-    """Exact top-k units per row and KV head, sinks and recent always among them.
+    """Exact top-k units per row and KV head; sinks and recent units are always among them.
 
     The domain of a row is its first ``ceil(tail_start / unit)`` units. Units that start before
-    ``sink`` tokens, and units from ``max(0, tail_start - recent) // unit`` on, rank first; the
-    rest by score, and of equal scores the lower index wins. The list holds logical unit indices,
-    ascending. Rows with reselect 0 keep their lists; a row with reselect != 0 and k_units 0 gets a
-    count of 0.
+    ``sink`` tokens, and units from ``max(0, tail_start - recent) // unit`` on, rank first. The
+    others rank by score; of two equal scores the lower index wins. The list holds logical unit
+    indices, ascending. Rows with reselect 0 keep their lists, and so does every list that is not
+    read. A row with reselect != 0 and k_units 0 gets a count of 0.
 
     Args:
         scores: R rows, as a score operator or :func:`find_block_max` left them; entries past the
             domain are never used.
         plan: R rows; tail_start, k_units and reselect are read.
-        lists: those of the batch's rows are rewritten; a ``head_map`` has no part in it.
+        lists: the lists of the batch's rows are rewritten. A ``head_map`` is not used.
         always: tokens that are selected whatever their scores.
         workspace: at least R rows, from :func:`make_topk_workspace`. Needed by "triton".
         impl: "triton", "cpu" or "torch".
@@ -68,10 +69,10 @@ def select_topk(
     scores.check(plan.num_rows, lists.indices.shape[1])
     lists.check_written(rows)
     if impl == "torch":
-        select_topk_reference(scores.values, plan, lists, always=always)
+        select_topk_reference(scores, plan, lists, always=always)
         return
     if impl == "cpu":
-        select_topk_cpu(scores.values, plan, lists, always=always)
+        select_topk_cpu(scores, plan, lists, always=always)
         return
     scores.check_triton()
     if workspace is None:

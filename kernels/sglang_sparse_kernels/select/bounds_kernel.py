@@ -29,8 +29,11 @@ def _closer_bounds(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Bounds from a sample of ``rounds`` times ``BT`` units, of which those between the bounds that
-    are known are between and searched; the same bounds if those are more than ``room``."""
+    """Closer bounds of the k-th best score, from a sample of ``rounds`` times ``BT`` units.
+
+    Only the units of the sample that lie between ``low`` and ``high`` are listed and searched. If
+    they are more than ``room``, the result is ``low`` and ``high``.
+    """
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     above = tl.full((), 0, tl.int32)
@@ -68,21 +71,22 @@ def bounds_kernel(
     between,
     state,
     domain,
+    unread,
     width,
     between_held,
     most_between,
     S: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Find two scores that the k-th best of a streamed row most likely lies between."""
-    streamed, tokens, n, k = streamed_row(domain, S)
+    """Find two scores between which the k-th best score of a streamed row most likely lies."""
+    streamed, tokens, n, k = streamed_row(domain, unread, S)
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         p_scores, p_list = scores + i_rh * width, between + i_rh * between_held
         forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
         low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, S.BLOCK, S.WHOLE)
-        # Between the bounds lie some 15 standard deviations of a rank in the sample at most. If the
-        # sample is as large as this, they are five sixths of what may be listed of a row.
+        # At most some 15 standard deviations of a rank in the sample lie between the bounds. With a
+        # sample of this size, that is five sixths of the units that may be listed for a row.
         share = k.to(tl.float32) / n
         variance, spread = share * (1.0 - share), n.to(tl.float32) * 18 / most_between
         rounds = variance * spread * spread / TILE

@@ -2,39 +2,37 @@
 """Top-k selection for a CPU: NumPy's partition finds the k-th best score, a comparison the list."""
 
 import numpy as np
-import torch
 
 from ..plan import DecodePlan
-from ..records import Always, Lists
+from ..records import Always, Lists, Scores
 
 
-def select_topk_cpu(
-    scores: torch.Tensor, plan: DecodePlan, lists: Lists, *, always: Always
-) -> None:
-    """See :func:`sglang_sparse_kernels.select_topk`; ``scores`` are the values alone.
+def select_topk_cpu(scores: Scores, plan: DecodePlan, lists: Lists, *, always: Always) -> None:
+    """See :func:`sglang_sparse_kernels.select_topk`.
 
     NumPy partitions the numbers themselves with vector instructions. ``torch.topk`` carries their
     indices along and takes 9 times as long.
     """
-    width, unit = scores.shape[2], lists.unit
-    indices, counts, values = lists.indices.numpy(), lists.counts.numpy(), scores.numpy()
+    width, unit = scores.values.shape[2], lists.unit
+    indices, counts, values = lists.indices.numpy(), lists.counts.numpy(), scores.values.numpy()
+    read = slice(None) if scores.unread is None else scores.read.numpy()
     rows, tails, kept = lists.rows.tolist(), plan.tail_start.tolist(), plan.k_units.tolist()
     for row in plan.reselect.nonzero().flatten().tolist():
         tokens, target = tails[row], rows[row]
         units = -(-tokens // unit)
         most = min(kept[row], units, lists.capacity, width)
-        counts[target] = most
+        counts[target, read] = most
         below = min(-(-always.sink // unit), units)
         recent = max(below, max(0, tokens - always.recent) // unit)
         forced = below + units - recent
-        listed = indices[target, :, :most]
         if most <= forced:
-            listed[:] = [*range(below), *range(recent, units)][:most]
+            indices[target, read, :most] = [*range(below), *range(recent, units)][:most]
             continue
         free = most - forced
-        listed[:, :below] = np.arange(below)
-        listed[:, below : below + free] = best(values[row, :, below:recent], free) + below
-        listed[:, below + free :] = np.arange(recent, units)
+        indices[target, read, :below] = np.arange(below)
+        chosen = best(values[row, read, below:recent], free) + below
+        indices[target, read, below : below + free] = chosen
+        indices[target, read, below + free : most] = np.arange(recent, units)
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:

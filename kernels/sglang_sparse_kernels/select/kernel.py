@@ -5,8 +5,9 @@
 
 The k best units lie in the k blocks with the largest maxima. So where k is small beside the
 context, only the block maxima and k blocks are read. Both searches hold their scores in the
-registers of one program and interpolate the score that k of them reach. Ties are cut by index.
-``stream.py`` takes the rows that do not fit, ``split.py`` batches of few rows.
+registers of one program, and interpolate to find the score that k of them reach. Of equal scores
+the lower index wins. ``stream.py`` takes rows that do not fit in registers, and ``split.py`` takes
+batches of few rows.
 """
 
 import triton
@@ -76,7 +77,7 @@ def _prune(
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the k blocks that hold the k best units; returns a score that k units reach."""
+    """List the k blocks that hold the k best units; returns a score that at least k units reach."""
     num_blocks = tl.cdiv(n, BLOCK)
     C: tl.constexpr = 16
     o_r = tl.arange(0, BT // C)
@@ -84,7 +85,7 @@ def _prune(
     # [BT / C, C]; rows are padded, so that they load whole.
     b_s = tl.load(p_max + o_b, mask=(o_r * C < num_blocks)[:, None], other=float("-inf"))
     o_u = o_b * BLOCK
-    # With nothing recent to force, the last block is free whole.
+    # Without recent units that are always selected, nothing in the last block is forced.
     free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
     b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n)
     forced = forced_of(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
@@ -128,6 +129,7 @@ def select_topk_kernel(
     block_max,
     block_list,
     domain,
+    unread,
     list_rows,
     out_indices,
     out_counts,
@@ -138,8 +140,8 @@ def select_topk_kernel(
 ):
     begin()
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H
-    # What the row's plan says is read at once, not one answer after the other.
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    # All that is needed of the row's plan is loaded at once, so that no load waits for another.
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         tl.store(out_counts + i_l, k)
@@ -207,8 +209,8 @@ def select_topk_triton(
 ) -> None:
     """Launch :func:`select_topk_kernel`, one program a row and KV head.
 
-    Few rows are split over several programs instead. Where shapes allow rows that do not fit,
-    :func:`stream_topk_kernel` follows for those.
+    In a batch of few rows several programs share each row instead. Where shapes allow rows that do
+    not fit in registers, :func:`stream_topk_kernel` follows for those.
     """
     rows, heads, width = scores.values.shape
     count, capacity = rows * heads, lists.capacity
@@ -225,8 +227,8 @@ def select_topk_triton(
         split_topk_triton(scores, lists, domain, held, workspace, splits)
         return
     select_topk_kernel[(count,)](
-        scores.values, scores.block_max, workspace.blocks, domain, lists.rows, lists.indices,
-        lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
+        scores.values, scores.block_max, workspace.blocks, domain, scores.unread, lists.rows,
+        lists.indices, lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
         S=constants(held), num_warps=warps, **overlapping(count),
     )  # fmt: skip
     if width > tile_units and (

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Exact top-k of a row by one program whose registers the row does not fit.
+"""Exact top-k by one program, for a row that does not fit in its registers.
 
 The row is read about four times. A sample bounds the k-th best score, and two counts test the
 bounds. Only the units between the bounds are searched, and a last pass writes the list in order.
@@ -27,23 +27,24 @@ DONE = tl.constexpr(4)  # column of a row's state: whether several programs have
 
 @triton.jit
 def is_streamed(n, k, S: tl.constexpr):
-    """Whether a row fits neither whole nor pruned; :func:`stream_topk_kernel` takes those."""
+    """Whether a row is streamed: it fits in registers neither whole nor pruned."""
     return (n > S.UNITS) & ((tl.cdiv(n, S.BLOCK) > S.BLOCKS) | (k * S.BLOCK > S.UNITS))
 
 
 @triton.jit
-def streamed_row(domain, S: tl.constexpr):
+def streamed_row(domain, unread, S: tl.constexpr):
     """(whether this program's row is streamed, its tokens, units and budget)."""
-    reselected, tokens, n, k = row_budget(domain, tl.program_id(0) // S.H, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     return reselected & (k > 0) & is_streamed(n, k, S), tokens, n, k
 
 
 @triton.jit
 def ranks_around(k, n, size, BLOCK: tl.constexpr):
-    """(lower, upper, slack): ranks of a sample that the k-th best of n units lies between.
+    """(lower, upper, slack): two ranks in a sample between which the k-th best of n units lies.
 
-    Units of a block are alike, so that four count as one draw, and the ranks are three standard
-    deviations of that away. Ranks further out by up to ``slack`` cost less than counting on.
+    Units of one block are alike, so four of them count as one independent draw. The ranks lie three
+    standard deviations of such a sample apart from the expected rank. A search may end up to
+    ``slack`` ranks further out, since going on would cost more than the units that it saves.
     """
     share = k.to(tl.float32) / n
     middle = share * size
@@ -65,9 +66,9 @@ def sample_bounds(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """(low, high): scores that the k-th best of n units lies between, most likely.
+    """(low, high): two scores between which the k-th best of n units most likely lies.
 
-    Every so many blocks are looked at. A wrong bound costs one more read.
+    The sample is made of blocks at equal distances. A wrong bound costs one more read of the row.
     """
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
@@ -96,15 +97,16 @@ def take_streamed(
 ):
     """Write the k best of any number of units.
 
-    ``TILE`` units are read, sampled or searched at a time. The sample says between which scores the
-    k-th best lies; two counts narrow it to that, and more halve it, until the units in question fit
-    in registers or are all equal.
+    ``TILE`` units are read, sampled or searched at a time. A sample says between which scores the
+    k-th best most likely lies, and two counts over the row test these bounds. More counts halve the
+    range, until the units in it fit in registers or are all equal.
     """
     ROWS: tl.constexpr = TILE // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     limit = tl.minimum(list_blocks, TILE)
     low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE)
-    # Keys of -inf and +inf: count_lo scores, at least k, reach lo; above, fewer than k, pass hi.
+    # Keys of -inf and +inf. At least k scores (count_lo) reach lo; fewer than k (above) lie above
+    # hi.
     lo = tl.full((), -2139095041, tl.int32)
     hi = tl.full((), 2139095040, tl.int32)
     count_lo = tl.full((), 0, tl.int32) + n
@@ -130,8 +132,8 @@ def take_streamed(
         step += 1
     score = score_of(lo)
     if lo < hi:
-        # List the units in question, find the k-th best among them.
-        # All that reach the key above hi have been counted: so do -0 and +0, which are two keys.
+        # List the units in question, find the k-th best among them. Counting scores that reach the
+        # key above hi counts -0 and +0 alike, though their keys differ.
         top = score_of(hi + 1)
         between = tl.full((), 0, tl.int32)
         for i_b in range(0, num_blocks, ROWS):
@@ -173,6 +175,7 @@ def stream_topk_kernel(
     block_list,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -181,7 +184,7 @@ def stream_topk_kernel(
     TILE: tl.constexpr,
 ):
     """Rows that the splits did not finish, by one program each."""
-    streamed, tokens, n, k = streamed_row(domain, S)
+    streamed, tokens, n, k = streamed_row(domain, unread, S)
     i_rh = tl.program_id(0).to(tl.int64)
     if streamed & (tl.load(state + i_rh * S.COLUMNS + DONE) == 0):
         i_l = tl.load(list_rows + tl.program_id(0) // S.H).to(tl.int64) * S.H + i_rh % S.H

@@ -20,26 +20,27 @@ def find_block_max_reference(scores: Scores, plan: DecodePlan, *, unit: int) -> 
 
 
 def select_topk_reference(
-    scores: torch.Tensor, plan: DecodePlan, lists: Lists, *, always: Always
+    scores: Scores, plan: DecodePlan, lists: Lists, *, always: Always
 ) -> None:
-    """See :func:`sglang_sparse_kernels.select_topk`; ``scores`` are the values alone."""
-    (_, heads, width), unit = scores.shape, lists.unit
+    """See :func:`sglang_sparse_kernels.select_topk`."""
+    values, read, unit = scores.values, scores.read, lists.unit
+    device, dtype, width = values.device, values.dtype, values.shape[2]
     for row in plan.reselect.nonzero().squeeze(1).tolist():
         tokens = int(plan.tail_start[row])
         units = -(-tokens // unit)
         kept = min(int(plan.k_units[row]), units, lists.capacity, width)
         target = int(lists.rows[row])
-        lists.counts[target] = kept
+        lists.counts[target, read] = kept
         if kept == 0:
             continue
-        index = torch.arange(units, device=scores.device)
+        index = torch.arange(units, device=device)
         recent = max(0, tokens - always.recent) // unit
         forced = (index < -(-always.sink // unit)) | (index >= recent)
         # Forced units rank first, then by score; stable sorts keep the lower index.
-        ranked = rankable(scores[row, :, :units], scores.dtype)
+        ranked = rankable(values[row, read, :units], dtype)
         ranked = ranked.masked_fill(forced, torch.inf)
         by_score = ranked.sort(dim=-1, descending=True, stable=True).indices
-        by_force = forced.expand(heads, -1).gather(1, by_score).int()
+        by_force = forced.expand(len(read), -1).gather(1, by_score).int()
         order = by_force.sort(dim=-1, descending=True, stable=True).indices
         chosen = by_score.gather(1, order[:, :kept]).sort(dim=-1).values
-        lists.indices[target, :, :kept] = chosen.int()
+        lists.indices[target, read, :kept] = chosen.int()

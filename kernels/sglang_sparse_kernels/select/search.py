@@ -9,14 +9,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ..triton_ops import FLOAT32_MAX
+from ..triton_ops import FLOAT32_MAX, is_read
 
-# Until few are left, or for so many steps, bounds may lie between scores: those steps cost less.
+# A search guesses scores that need not exist, which is cheap, until few scores are left or for this
+# many steps.
 SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 
 class Domain(NamedTuple):
-    """What rows are selected from, and what is always selected."""
+    """The domain of each row, and which of its units are always selected."""
 
     tail_start: torch.Tensor
     k_units: torch.Tensor
@@ -27,7 +28,7 @@ class Domain(NamedTuple):
 
 
 class Held(NamedTuple):
-    """Constants: shapes, and how much of a row the one program that takes it holds in registers.
+    """Constants: shapes, and how much of a row one program holds in registers.
 
     BLOCKS block maxima and UNITS units are held, BLOCK units are a block. WHOLE says that a row's
     last block is readable whole, COLUMNS are the columns of a row's state.
@@ -43,11 +44,15 @@ class Held(NamedTuple):
 
 
 @triton.jit
-def row_budget(domain, i_r, UNIT: tl.constexpr):
-    """(whether row ``i_r`` selects anew, tokens of its domain, units of it, units to select)."""
-    reselected = tl.load(domain.reselect + i_r) != 0
+def row_budget(domain, unread, S: tl.constexpr):
+    """(whether this program's list is selected anew, tokens of its domain, units of that, budget).
+
+    Programs are those of rows and lists.
+    """
+    i_r = tl.program_id(0) // S.H
+    reselected = (tl.load(domain.reselect + i_r) != 0) & is_read(unread, tl.program_id(0) % S.H)
     tokens = tl.load(domain.tail_start + i_r)
-    n = tl.cdiv(tokens, UNIT)
+    n = tl.cdiv(tokens, S.UNIT)
     k = tl.minimum(tl.minimum(tl.load(domain.k_units + i_r), n), domain.capacity)
     return reselected, tokens, n, k
 
@@ -61,10 +66,10 @@ def free_range(domain, tokens, n, UNIT: tl.constexpr):
 
 @triton.jit
 def rankable(b_s, b_u, forced_below, free_below, n):
-    """Scores of units ``b_u`` (of a block, its first) as they rank.
+    """Scores of units ``b_u`` as they rank; of a block, ``b_u`` is its first unit.
 
-    Free are the units of [forced_below, free_below); the others are +inf below ``n``, where they
-    are forced, and -inf from there on.
+    Units of [forced_below, free_below) are ranked by their scores. The other units below ``n`` are
+    forced and become +inf. Units from ``n`` on do not exist and become -inf.
     """
     free = (b_u >= forced_below) & (b_u < free_below)
     return tl.where(free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
@@ -72,7 +77,7 @@ def rankable(b_s, b_u, forced_below, free_below, n):
 
 @triton.jit
 def forced_of(below, start, n):
-    """How many of n are forced: those before ``below`` and those from ``start`` on."""
+    """How many of n units are forced: units before ``below``, and units from ``start`` on."""
     below = tl.minimum(below, n)
     return below + n - tl.maximum(start, below)
 
@@ -99,9 +104,10 @@ def count_reaching(b_s, score, SIZE: tl.constexpr):
 
 @triton.jit
 def probe(lo, hi, weight_lo, weight_hi, step):
-    """Next key to count at: where the log of the count, linear in the score, would meet k.
+    """The next key to count at: where the count would be k, were its logarithm linear in the score.
 
-    Every sixth step halves the range of keys instead, which bounds the steps of any distribution.
+    Every sixth step halves the range of keys instead. This bounds the number of steps for any
+    distribution of scores.
     """
     halved = (lo & hi) + ((lo ^ hi) >> 1) + 1
     score_lo, score_hi = score_of(lo), score_of(hi)
@@ -118,7 +124,7 @@ def log_ratio(count, k):
 
 @triton.jit
 def _cut_ties(b_tie, last, ties, need):
-    """Smallest index up to which ``need`` of the indices in ``b_tie`` lie; others are INT_MAX."""
+    """The ``need``-th smallest index in ``b_tie``, where INT_MAX stands for no index."""
     lo = tl.full((), -1, tl.int32)
     hi = last
     count_lo = tl.full((), 0, tl.int32)
@@ -130,7 +136,7 @@ def _cut_ties(b_tie, last, ties, need):
         guess = tl.where(step % 4 == 3, (lo + hi) >> 1, guess)
         guess = tl.minimum(tl.maximum(guess, lo + 1), hi - 1)
         count = -tl.sum((b_tie - guess - 1) >> 31)
-        # Both ends move on to a tie, so that few ties take few steps however far they lie apart.
+        # Both ends move to an index of a tie, so that few ties take few steps, however far apart.
         if count >= need:
             hi = tl.max(tl.where(b_tie <= guess, b_tie, -1))
             lo = tl.where(count == need, hi - 1, lo)
@@ -146,8 +152,8 @@ def _cut_ties(b_tie, last, ties, need):
 def winners(b_s, b_i, threshold, last, k, SIZE: tl.constexpr):
     """(mask of the k best of ``SIZE`` scores, a score that all of them reach).
 
-    Of equal scores those with the lower index ``b_i``, at most ``last``, win. ``threshold`` is a
-    score that at least k reach, or -inf.
+    Of equal scores, the lower indices ``b_i`` win; none is above ``last``. ``threshold`` is a score
+    that at least k scores reach, or -inf.
     """
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
     return search_winners(b_s, b_i, threshold, forced, last, k, SIZE)
@@ -155,7 +161,7 @@ def winners(b_s, b_i, threshold, last, k, SIZE: tl.constexpr):
 
 @triton.jit
 def search_winners(b_s, b_i, threshold, forced, last, k, SIZE: tl.constexpr):
-    """As :func:`winners` with the count of scores that are +inf; from k on it may be too high."""
+    """As :func:`winners`, told how many scores are +inf: ``forced``, which from k on is a bound."""
     score, above, reach = kth_best(b_s, threshold, forced, k, k, SIZE)
     cut = last
     if reach != k:
@@ -166,10 +172,13 @@ def search_winners(b_s, b_i, threshold, forced, last, k, SIZE: tl.constexpr):
 
 @triton.jit
 def kth_best(b_s, threshold, forced, k, at_most, SIZE: tl.constexpr):
-    """(a score that at least k and at most ``at_most`` of ``SIZE`` scores reach, or the k-th best
-    if equal ones leave none; how many are above it then; how many reach it).
+    """Search a score that at least k and at most ``at_most`` of ``SIZE`` scores reach.
 
-    See :func:`search_winners`; +inf where ``forced`` are enough, -inf where too few are above that.
+    Where equal scores leave no such score, it is the k-th best score. It is +inf if the ``forced``
+    scores are enough, and -inf if fewer than k scores are above -inf. See :func:`search_winners`.
+
+    Returns:
+        (the score; how many scores are above it, where it is the k-th best; how many reach it).
     """
     low = threshold
     if threshold == float("-inf"):
@@ -190,7 +199,8 @@ def kth_best(b_s, threshold, forced, k, at_most, SIZE: tl.constexpr):
         score = score_of(middle)
         count = count_reaching(b_s, score, SIZE)
         weight = tl.abs(log_ratio(count, k))
-        # The end that moves takes its real weight; one that stays twice is pulled in (Illinois).
+        # The end that moves takes its real weight. An end that stays twice in a row gets half of
+        # its weight, which pulls the next guess towards it (the Illinois method).
         up = count >= k
         moved = tl.where(up, 1, -1)
         stale = tl.where(moved == side, 0.5, 1.0)
@@ -199,7 +209,7 @@ def kth_best(b_s, threshold, forced, k, at_most, SIZE: tl.constexpr):
         count_lo = tl.where(up, count, count_lo)
         count_hi = tl.where(up, count_hi, count)
         if (count_lo - count_hi <= SNAP_AT) | (step >= SNAP_AFTER):
-            # On to a score that exists, so that the search ends where the k-th best one is tied.
+            # Move to a score that exists, so that the search ends even where the k-th best is tied.
             if up:
                 lo = key_of(tl.min(tl.where(b_s >= score, b_s, float("inf"))))
             else:
@@ -227,7 +237,7 @@ def kth_best(b_s, threshold, forced, k, at_most, SIZE: tl.constexpr):
 
 @triton.jit
 def store_winners(p_out, b_win, b_i, taken, k):
-    """Write the indices of winners in order, after ``taken`` others; returns how many there are."""
+    """Write the indices of winners in order behind ``taken`` others; returns the new number."""
     b_won = b_win.to(tl.int32)
     b_wins = tl.sum(b_won, 1)
     b_first = taken + tl.cumsum(b_wins, 0) - b_wins
@@ -240,11 +250,12 @@ def store_winners(p_out, b_win, b_i, taken, k):
 def store_in_order(p_out, b_win, b_base, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write the k indices ``b_base[r] + c`` of the winners ``b_win[r, c]``, row by row.
 
-    A row's winners, at most 16, become the bits of one word, so that rows are ranked and stored
-    instead of elements. ``b_base`` has been through a gather too, or needs none.
+    The winners of a row, at most 16, become the bits of one word. So rows are ranked and stored,
+    and not single elements. ``b_base`` is in the layout that a gather leaves, or any that needs
+    none.
     """
     b_bits = tl.sum(b_win.to(tl.int32) << tl.arange(0, COLUMNS)[None, :], 1)
-    # One move to the layout that stores take; left alone, the compiler moves what each stores.
+    # Move to the layout of the stores once. Otherwise the compiler converts at each of them.
     b_bits = tl.gather(b_bits, tl.arange(0, ROWS), 0)
     b_wins = b_bits - ((b_bits >> 1) & 0x5555)
     b_wins = (b_wins & 0x3333) + ((b_wins >> 2) & 0x3333)

@@ -3,12 +3,13 @@
 # mypy: disable-error-code="no-untyped-def"
 """Exact top-k of few rows: several programs split each, so that one request fills the device.
 
-No program waits for another. In the first launch each program finds a threshold from the block
-maxima, or from the units of a short row: a score that at least k units reach and few more do. It
-lists its split's candidates, the units that reach the threshold. In the second launch each program
-searches all candidates for the k-th best, and writes its split's winners behind those of the splits
-before it. The candidates may be too many, where the best units lie close together or are equal, or
-too few, where a sample misled. One program then takes the row and reads it some four times.
+No program waits for another. In the first launch each program finds a threshold: a score that at
+least k units reach, and not many more. It finds it from the block maxima, or from the units of a
+short row. It then lists its split's candidates, the units that reach the threshold. In the second
+launch each program searches all candidates for the k-th best, and writes its split's winners behind
+those of the splits before it. There may be too many candidates, where the best units lie close
+together or are equal, or too few, where a sample misled. One program then takes the row and reads
+it some four times.
 """
 
 from typing import NamedTuple
@@ -41,16 +42,16 @@ from .types import MAX_CANDIDATES, MAX_PROGRAMS, MAX_SPLITS, TopkWorkspace
 
 # Sizes and warps were measured on one H200.
 MAX_BLOCKS = 16384
-WHOLE_UNITS = 16384  # up to so many units of a row are held, of longer ones the block maxima
+WHOLE_UNITS = 16384  # longer rows are held as block maxima
 TILE_UNITS, VECTOR = 2048, 4
 CHUNK = 32
-# Candidates of all splits together are searched if they are at most eight times the budget.
+# The candidates of all splits are searched if they are at most eight times the budget.
 LEAST_BUDGET, MOST_BUDGET = 128, 2048
 WRITE_UNITS = 512
 CANDIDATES_WARPS = WINNERS_WARPS = 8
 FALLBACK_UNITS = 4096
 
-# Columns of a row's state: key of its threshold; the first of how many candidates splits listed.
+# Columns of a row's state: the key of its threshold; then, for each split, its candidates' number.
 THRESHOLD, CANDIDATES = tl.constexpr(0), tl.constexpr(8)
 
 
@@ -93,21 +94,21 @@ def _threshold(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """(a threshold: a score that at least k of n scores reach; whether far more do).
+    """(a threshold: a score that at least k of n scores reach; whether far more reach it).
 
-    Few more do unless many are equal. It is -inf if fewer than k are above that. ``SIZE`` scores
-    are held in registers. Of more scores, blocks at equal distances are sampled, and fewer than k
-    may reach the threshold.
+    Far more reach it only where many scores are equal. The threshold is -inf if fewer than k scores
+    are above -inf. ``SIZE`` scores are held in registers. Of a longer row blocks at equal distances
+    are sampled, and fewer than k of its scores may reach the threshold.
     """
     step = tl.cdiv(tl.cdiv(n, BLOCK), SIZE // BLOCK)
     o_b = tl.arange(0, SIZE // BLOCK) * step
     b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK, WHOLE)
     forced = forced_of(forced_below, free_below, n) // step
-    # Neighbours are alike, so that four count as one draw; three standard deviations of that.
+    # Neighbours are alike, so four count as one draw. The margin is three standard deviations.
     expected = k.to(tl.float32) / step
     k = tl.ceil(expected + 6.0 * tl.sqrt(expected * (1.0 - 1.0 / step))).to(tl.int32)
-    # A few more than k cost less than counting on. Twelve guesses are enough for a threshold, where
-    # kth_best goes on until equal scores are told apart: 3 µs of 10.
+    # A few candidates more cost less than a closer threshold, so twelve guesses are enough.
+    # kth_best would go on until equal scores are told apart, which takes 3 of 10 µs.
     enough = k + k // 16
     low = tl.min(tl.where(b_s > float("-inf"), b_s, FLOAT32_MAX))
     low = tl.minimum(low, FLOAT32_MAX)
@@ -141,7 +142,7 @@ def _threshold(
 def _load_tile(
     p_scores, start, end, n, BT: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """(scores, units) [BT / VECTOR, VECTOR] from ``start`` on; from ``end`` on anything."""
+    """(scores, units) [BT / VECTOR, VECTOR] from ``start`` on; undefined from ``end`` on."""
     o_u = start + tl.arange(0, BT // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     # Splits begin and end with a block, and a row's last block may be readable whole.
     m_u = (start + tl.arange(0, BT // VECTOR) * VECTOR < end)[:, None]
@@ -158,6 +159,7 @@ def candidates_kernel(
     candidate_units,
     state,
     domain,
+    unread,
     list_rows,
     out_counts,
     width,
@@ -168,8 +170,8 @@ def candidates_kernel(
     """List a split's candidates: units that reach a threshold which at least k units reach."""
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
-    # What the row's plan says is read at once, not one answer after the other.
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    # All that is needed of the row's plan is loaded at once, so that no load waits for another.
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         if i_s == 0:
@@ -216,7 +218,7 @@ def candidates_kernel(
                     p_scores, i_t + P.TILE, last, n, P.TILE, P.VECTOR, S.WHOLE
                 )
                 # [TILE / VECTOR, VECTOR]
-                # Behind k that reach it, a score equal to the threshold cannot win.
+                # Once k units have reached the threshold, a later score that equals it cannot win.
                 b_reach = (b_s > threshold) | ((b_s == threshold) & (before + found < k))
                 b_reach = (b_reach & (o_u < last)).to(tl.int32)
                 b_row = tl.sum(b_reach, 1)
@@ -250,7 +252,7 @@ def _write_winners(
     BC: tl.constexpr,
     P: tl.constexpr,
 ):
-    """Write this split's winners: of the k best of all candidates, which are at most ``BC``."""
+    """Write the units of this split that are among the k best of all candidates, at most ``BC``."""
     i_s = tl.program_id(1)
     o_s, o_c, o_i = tl.arange(0, P.SPLITS), tl.arange(0, BC // P.CHUNK), tl.arange(0, P.CHUNK)
     # [SPLITS]: chunks of the splits up to each one
@@ -291,6 +293,7 @@ def winners_kernel(
     block_list,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -302,7 +305,7 @@ def winners_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     p_found = state + i_rh * S.COLUMNS + CANDIDATES
-    reselected, tokens, n, k = row_budget(domain, i_r, S.UNIT)
+    reselected, tokens, n, k = row_budget(domain, unread, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     # [SPLITS]
     b_found = tl.load(p_found + tl.arange(0, P.SPLITS))
@@ -355,13 +358,14 @@ def split_topk_triton(
     )  # fmt: skip
     shapes = {"S": constants(held), "P": constants(split)}
     found = (workspace.candidate_scores, workspace.candidate_units)
-    # Programs of the first launch that came up while scores are being written would crowd.
+    # Programs that start while scores are being written would take room from the writers.
     candidates_kernel[(rows * heads, splits)](
-        scores.values, scores.block_max, *found, workspace.state, domain, lists.rows, lists.counts,
-        width, scores.block_max.shape[2], **shapes, num_warps=CANDIDATES_WARPS,
+        scores.values, scores.block_max, *found, workspace.state, domain, scores.unread,
+        lists.rows, lists.counts, width, scores.block_max.shape[2],
+        **shapes, num_warps=CANDIDATES_WARPS,
     )  # fmt: skip
     winners_kernel[(rows * heads, splits)](
-        scores.values, *found, workspace.blocks, workspace.state, domain, lists.rows,
-        lists.indices, width, workspace.blocks.shape[2],
+        scores.values, *found, workspace.blocks, workspace.state, domain, scores.unread,
+        lists.rows, lists.indices, width, workspace.blocks.shape[2],
         **shapes, num_warps=WINNERS_WARPS, **overlapping(rows * heads),
     )  # fmt: skip

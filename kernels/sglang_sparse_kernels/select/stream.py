@@ -3,11 +3,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Exact top-k of rows that do not fit in the registers of one program, such as a tenth of 128K.
 
-A sample bounds the k-th best score; of long rows a larger sample bounds it more closely. Several
-programs a row count the units above the bounds and list those between them. One program searches
-those, and several write the winners in order, so that a row is read twice. Where all units between
-the bounds are equal, the number that each split takes needs no list. Where the sample misled, or
-too many units lie between the bounds, one program reads the row some four times instead.
+A sample bounds the k-th best score. Long rows take a larger sample, which bounds it more closely.
+Several programs share a row: they count the units above the bounds and list the units between them.
+One program searches the listed units, and several write the winners in order. So a row is read
+twice. Where all units between the bounds are equal, no list is needed to tell how many each split
+takes. Where the sample misled, or too many units lie between the bounds, one program reads the row
+some four times instead.
 """
 
 from typing import NamedTuple
@@ -26,16 +27,16 @@ from .types import STREAM_SPLITS, TopkWorkspace
 STREAM_UNITS, STREAM_WARPS = 8192, 16
 BOUNDS_WARPS = SEARCH_WARPS = 8
 TILE_UNITS, TILE_WARPS = 512, 1
-# Units between the bounds: what a split may list, and what all splits together may, by chunks, in
-# the first of two launches and in the second. 64 registers let four programs share a
-# multiprocessor.
+# Limits of the units between the bounds: how many a split may list, and how many slots the lists of
+# all splits may fill in the first of two launches and in the second. With 64 registers four
+# programs share a multiprocessor.
 MOST_BETWEEN, CHUNK = 1024, 32
 FEW_LISTED, MOST_LISTED = 8192, 16384
 FEW_REGISTERS, MOST_REGISTERS = 64, 128
 
-# Columns of a row's state behind its bounds: the k-th best score, how many that equal it win, then
-# of each split: units above the bounds, units between, and, up to its end, units above the k-th
-# best and units equal to it.
+# Columns of a row's state behind its bounds: the k-th best score; how many units that equal it win.
+# Then, for each split, the units above the bounds, the units between them, the units above the k-th
+# best and the units equal to it. The last two count all splits up to this one.
 _SCORE, _TIES, _SPLITS = (tl.constexpr(i) for i in (2, 3, 8))
 
 
@@ -67,7 +68,7 @@ def _load_tile(
     WHOLE: tl.constexpr,
 ):
     """(scores, units) [BT / 16, 4, 4] of a tile; NaN past the end."""
-    # Four units a lane, side by side, four times over: so the loads of a warp are whole lines.
+    # Each lane loads four neighbouring units, four times, so a warp loads whole cache lines.
     o_q = tl.arange(0, BT // 16)[:, None] * 4 + tl.arange(0, 4)[None, :] * (BT // 4)
     o_q += i_t * BT
     o_u = o_q[:, :, None] + tl.arange(0, 4)[None, None, :]
@@ -103,6 +104,7 @@ def partition_kernel(
     between,
     state,
     domain,
+    unread,
     width,
     between_held,
     most_between,
@@ -110,7 +112,7 @@ def partition_kernel(
     P: tl.constexpr,
 ):
     """Count a split's units above the bounds; list the scores between them, and count them."""
-    streamed, tokens, n, _ = streamed_row(domain, S)
+    streamed, tokens, n, _ = streamed_row(domain, unread, S)
     if streamed:
         i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
         forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
@@ -130,7 +132,7 @@ def partition_kernel(
             m_w = b_between & (count + b_rank < most_between)
             tl.store(p_list + count + b_rank, b_s.to(tl.int32, bitcast=True), mask=m_w)
             count += more
-        # What fills up the last chunk never wins.
+        # The last chunk is filled up with -inf, which never wins.
         o_w = count + tl.arange(0, P.CHUNK)
         m_w = o_w < tl.minimum(tl.cdiv(count, P.CHUNK) * P.CHUNK, most_between)
         b_fill = tl.full((P.CHUNK,), float("-inf"), tl.float32).to(tl.int32, bitcast=True)
@@ -179,6 +181,7 @@ def threshold_kernel(
     between,
     state,
     domain,
+    unread,
     between_held,
     most_between,
     min_slots,
@@ -186,11 +189,11 @@ def threshold_kernel(
     P: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Search the units between the bounds; say where the winners of each split go.
+    """Search the units between the bounds, and write for each split where its winners begin.
 
     Takes the rows whose lists fill more than ``min_slots`` slots and at most ``SIZE``.
     """
-    streamed, _, _, k = streamed_row(domain, S)
+    streamed, _, _, k = streamed_row(domain, unread, S)
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         p_state = state + i_rh * S.COLUMNS
@@ -235,6 +238,7 @@ def write_kernel(
     scores,
     state,
     domain,
+    unread,
     list_rows,
     out_indices,
     width,
@@ -242,7 +246,7 @@ def write_kernel(
     P: tl.constexpr,
 ):
     """Write a split's winners behind those of the splits before it."""
-    streamed, tokens, n, _ = streamed_row(domain, S)
+    streamed, tokens, n, _ = streamed_row(domain, unread, S)
     i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_state = state + i_rh * S.COLUMNS
     if streamed & (tl.load(p_state + DONE) != 0):
@@ -287,26 +291,27 @@ def stream_topk_triton(
     shapes = {"S": constants(held), "P": constants(StreamSplit(STREAM_SPLITS, TILE_UNITS, CHUNK))}
     splits = (rows * heads, STREAM_SPLITS)
     bounds_kernel[splits[:1]](
-        scores.values, between, state, domain, width, between_held,
+        scores.values, between, state, domain, scores.unread, width, between_held,
         min(MOST_LISTED, STREAM_SPLITS * max(most_between, CHUNK)),
         S=shapes["S"], TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS,
     )  # fmt: skip
     partition_kernel[splits](
-        scores.values, between, state, domain, width, between_held, most_between,
+        scores.values, between, state, domain, scores.unread, width, between_held, most_between,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     min_slots = -1
     for most, registers in ((FEW_LISTED, FEW_REGISTERS), (MOST_LISTED, MOST_REGISTERS)):
         threshold_kernel[splits[:1]](
-            between, state, domain, between_held, most_between, min_slots,
+            between, state, domain, scores.unread, between_held, most_between, min_slots,
             **shapes, SIZE=most, num_warps=SEARCH_WARPS, maxnreg=registers,
         )  # fmt: skip
         min_slots = most
     write_kernel[splits](
-        scores.values, state, domain, lists.rows, lists.indices, width,
+        scores.values, state, domain, scores.unread, lists.rows, lists.indices, width,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     stream_topk_kernel[splits[:1]](
-        scores.values, between, state, domain, lists.rows, lists.indices, width, between_held,
+        scores.values, between, state, domain, scores.unread, lists.rows, lists.indices, width,
+        between_held,
         S=shapes["S"], TILE=STREAM_UNITS, num_warps=STREAM_WARPS,
     )  # fmt: skip

@@ -8,22 +8,22 @@ import torch
 from ..records import padded_blocks
 
 STREAM_SPLITS = 32
-"""Programs that share a row which does not fit in the registers of one."""
+"""Programs that share a row which does not fit in the registers of one program."""
 
 MAX_SPLITS = 16
-"""Programs that share a row of a short list, at most."""
+"""Most programs that share a row where the budget is small."""
 
 MAX_CANDIDATES = 4096
-"""Units that each of those may list."""
+"""Most units that each of those programs may list."""
 
 MAX_PROGRAMS = 256
-"""Programs that share rows, of all rows together."""
+"""Most of those programs in a batch, over all rows."""
 
 _STATE_COLUMNS = 8 + 4 * STREAM_SPLITS
 
 
 def _candidates(max_rows: int, num_kv_heads: int) -> int:
-    """Programs that share rows, at most, times what each may list."""
+    """Most entries that those programs may list in a batch, over all rows."""
     return MAX_CANDIDATES * min(MAX_PROGRAMS, max_rows * num_kv_heads * MAX_SPLITS)
 
 
@@ -32,13 +32,12 @@ class TopkWorkspace:
     """Fixed-capacity scratch of :func:`sglang_sparse_kernels.select_topk`, R rows, H KV heads.
 
     Attributes:
-        blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner; of a row
-            that is streamed, the bits of the scores near the k-th best, or units, where one
-            program takes it.
+        blocks: [R, H, min(capacity, blocks)] int32, the blocks that can hold a winner. For a row
+            that is streamed it holds the bits of the scores near the k-th best, or units, if one
+            program takes the row.
         state: [R, H, columns] int32, what the programs that share a row tell each other.
-        candidate_scores: float32, flat, scores of the units that may win, listed by each of the
-            programs that share a row of a short list.
-        candidate_units: int32, flat, which units they are.
+        candidate_scores: float32, flat, scores of the candidates that each split listed.
+        candidate_units: int32, flat, the units of these scores.
     """
 
     blocks: torch.Tensor

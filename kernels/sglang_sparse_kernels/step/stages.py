@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a decode step: score, select, rank, attend, attend until a share is reached.
 
-Buffers are those of the largest number of rows that is taken together; a stage uses the first of
-them.
+Buffers have room for the largest number of rows that are taken together. A stage uses their first
+rows.
 """
 
 from dataclasses import dataclass, replace
@@ -31,6 +31,8 @@ from .types import StepContext
 class PageScore:
     """Largest q.k over a cuboid of each logical page: its bounds, or its cuboid-mean digest.
 
+    Units of the step's lists may be several logical pages.
+
     Attributes:
         pages: cuboids of this layer's logical pages.
         reduce: how the query heads of a group are joined.
@@ -45,8 +47,9 @@ class PageScore:
         """Score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         page_minmax_score(
-            step.first_q, self.pages, step.plan, reduce=self.reduce, out=out, impl=step.impl
-        )
+            step.first_q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce, out=out,
+            impl=step.impl,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class BoundResidual:
-    """Bounds, or an estimate, of the mass that is left at each stop check.
+    """Bounds, or an estimate, of the residual mass at each stop check.
 
     Attributes:
         pages: cuboids of this layer's logical pages that bound their keys.
@@ -162,7 +165,10 @@ class BoundResidual:
         rows, stop = step.plan.num_rows, self.stop
         bounds = self.bounds[:rows]
         assert stop.residual is not None
-        page_bounds(step.q, self.pages, step.plan, out=bounds, impl=step.impl)
+        page_bounds(
+            step.q, self.pages, step.plan, unit=step.lists.unit, out=bounds,
+            unread=self.scores.unread, impl=step.impl,
+        )  # fmt: skip
         residual_bounds(
             bounds, self.scores.rows(rows), step.plan, replace(step.lists, counts=self.ranked),
             always=stop.always, microbatch=stop.microbatch, softmax=step.kv.logits(step.softmax),
@@ -188,8 +194,8 @@ class Attend:
 class AttendUntil:
     """Attention in the order of rank until a share of the mass is reached.
 
-    What was attended to become the counts of the step's lists, so that layers that reuse the
-    selection read it as any other list.
+    The numbers of units that were attended to become the counts of the step's lists. So layers that
+    reuse the selection read it as any other list.
 
     Attributes:
         stop: its epsilons are in the order of the whole batch.

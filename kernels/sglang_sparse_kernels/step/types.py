@@ -18,7 +18,7 @@ class StepContext:
 
     Attributes:
         q: [R * queries, H * G, D], after RoPE.
-        kv: this layer's KV rows, the ones of this step's tokens written.
+        kv: this layer's KV rows, those of this step's tokens included.
         plan: R rows, of the first query of each.
         lists: what this layer writes, if it selects, and what it attends to.
         softmax: scale and cap of the logits.
@@ -45,7 +45,7 @@ class StepContext:
 
 
 class Stage(Protocol):
-    """A part of a decode step, its buffers bound; one that comes later reads what it left there."""
+    """A part of a decode step that holds its buffers; later stages read what it wrote to them."""
 
     def run(self, step: StepContext) -> None:
         """Do this part for the rows of ``step``."""

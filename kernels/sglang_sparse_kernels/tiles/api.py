@@ -45,7 +45,8 @@ def tile_score(
     Args:
         q: [tokens, H * G, D] of the batch, bf16 or fp16 ("torch" also fp32, fp64), any stride
             between rows; D is 64 or 128.
-        kv: a row of the page table a tile; holds the batch's own tokens. V is not read.
+        kv: the page table has a row for each tile; KV of the batch's own tokens is written. V is
+            not read.
         plan: the batch's tiles, T of them.
         softmax: scale and cap of the logits.
         pool: "group": one score a KV head; "heads": one for the layer.
@@ -88,7 +89,7 @@ def tile_attention(
     Args:
         q: [tokens, H * G, D] of the batch, bf16 or fp16 ("torch" also fp32, fp64), any stride
             between rows; D is 64 or 128.
-        kv: a row of the page table a tile; holds the batch's own tokens.
+        kv: the page table has a row for each tile; KV of the batch's own tokens is written.
         plan: the batch's tiles, T of them.
         lists: of single tokens, for T rows; entries past k_units are not attended to.
         softmax: scale and cap of the logits.

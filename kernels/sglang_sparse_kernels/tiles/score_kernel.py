@@ -66,7 +66,7 @@ def _load_keys(
     PAGE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """[BN, D] keys at positions ``o_n`` in ``dtype``; ``WHOLE`` says that all are there."""
+    """[BN, D] keys at positions ``o_n`` in ``dtype``; with ``WHOLE`` all of them exist."""
     o_d = tl.arange(0, D)
     if WHOLE:
         o_k = (slots_of(p_table, o_n, None, PAGE).to(tl.int64) * H + i_h) * D

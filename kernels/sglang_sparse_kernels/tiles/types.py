@@ -39,10 +39,10 @@ class TilePlan:
 
 
 def tile_tokens_of(tile: int, group: int, page_size: int) -> int:
-    """Consecutive tokens of a tile of ``tile`` queries, those of a group of query heads counted in.
+    """Tokens in a tile of ``tile`` queries, where each token has a group of query heads.
 
-    The largest power of two that fits and divides a page, so that a cached prefix, which ends with
-    a page, never cuts a tile.
+    It is the largest power of two that fits and divides a page. So a cached prefix, which ends with
+    a page, never ends inside a tile.
     """
     tokens = 1
     while 2 * tokens * group <= tile and 2 * tokens <= page_size:
@@ -51,7 +51,7 @@ def tile_tokens_of(tile: int, group: int, page_size: int) -> int:
 
 
 def tile_budget(tail: int, *, floor: int, fraction: float) -> int:
-    """Tokens that a tile selects of the ``tail`` before it; in integers, as one token matters."""
+    """Tokens that a tile selects of the ``tail`` before it, in exact integer arithmetic."""
     return min(tail, max(floor, -(-tail * round(fraction * PPM) // PPM)))
 
 
@@ -66,22 +66,22 @@ def plan_tiles(
     fraction: float,
     dense: Sequence[bool] = (),
 ) -> TilePlan:
-    """Cut the new tokens of a batch into tiles, all arithmetic on the host.
+    """Cut the new tokens of a batch into tiles; all arithmetic is on the host.
 
-    Tiles start at multiples of ``tile_tokens`` of the request, wherever its chunk starts. One that
-    starts at s >= ``min_tokens`` selects min(s, max(floor, ceil(fraction * s))) of the s tokens
-    before it; others are dense. So what a token attends to follows from its position alone, not
-    from how its prompt was cut or from what was cached.
+    Tiles start at multiples of ``tile_tokens`` within the request, wherever its chunk starts. A
+    tile that starts at s >= ``min_tokens`` selects min(s, max(floor, ceil(fraction * s))) of the s
+    tokens before it; other tiles are dense. So what a token attends to follows from its position
+    alone. How the prompt was cut into chunks, and what was cached, make no difference.
 
     Args:
         page_table: int32 [R, max_pages], pages of each request.
-        prefix_lens: tokens of each request whose KV is there already.
+        prefix_lens: tokens of each request whose KV was computed before.
         extend_lens: new tokens of each request, in the order of the batch's queries.
         tile_tokens: see :func:`tile_tokens_of`.
         min_tokens: tiles that start before this are dense.
-        floor: least budget, in tokens.
+        floor: smallest budget, in tokens.
         fraction: budget as a fraction of the tokens before the tile, exact to one millionth.
-        dense: whether all tiles of a request are dense; none are, past the end of it.
+        dense: whether all tiles of a request are dense; requests past its end are not.
     """
     columns: list[tuple[int, int, int, int, int, int]] = []
     q_row = 0

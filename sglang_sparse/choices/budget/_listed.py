@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What budgets of a number of units share: select the best, attend to all of them."""
+"""Shared by budgets that are a number of units: select the best units, attend to all of them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class ListBudget(BudgetChoice):
-    """A budget that says how long a list is before anything is scored."""
+    """A budget that fixes the length of a list before anything is scored."""
 
     def build(self, build: Build, score: ScoreChoice) -> ListRun:
         return ListRun(build)
 
 
 class ListRun:
-    """Selects the units that score best, and attends to these."""
+    """Selects the units with the best scores, and attends to them."""
 
     counters = None
 
@@ -33,7 +33,7 @@ class ListRun:
         from sglang_sparse_kernels.step import Attend, Select
 
         build = self._build
-        select = Select(build.scores, build.always, build.topk)
+        select = Select(build.scores_of(layer), build.always, build.topk)
         return [select, Attend(build.attention)] if attends else [select]
 
     def plan(self, request_slots: torch.Tensor) -> None:

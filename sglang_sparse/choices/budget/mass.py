@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budget `mass`: as much as it takes to reach a share of the attention mass (PSA, section 3.2)."""
+"""Budget `mass`: as many units as reach a share of the attention mass (PSA, section 3.2)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 # One program of the device sorts all ranked units of a KV head.
 MOST_RANKED_UNITS = 4096
-# Partial results of one pass over the rows; longer batches take several passes.
+# Limit of the partial results of one pass over the rows. Larger batches take several passes.
 _WORKSPACE_BYTES = 256 << 20
-# Microbatches expected of request slots that no request has used yet.
+# Expected microbatches of request slots that no request has used yet.
 _EXPECTED_AT_FIRST = 8
 
 
 class MassBudget(BudgetChoice):
-    """As much as it takes to reach a share of the attention mass (PSA, section 3.2).
+    """As many units as reach a share of the attention mass (PSA, section 3.2).
 
     Units are attended to in the order of their scores, a microbatch at a time, until the estimated
     share of the mass that was reached is at least `epsilon`.
@@ -34,6 +34,7 @@ class MassBudget(BudgetChoice):
 
     key: ClassVar[str] = "epsilon"
     list_key: ClassVar[str] = "cap"
+    stops_by_attending: ClassVar[bool] = True
     verifies: ClassVar[bool] = False  # where a row stops follows from one query
 
     kind: Literal["mass"] = "mass"
@@ -82,7 +83,7 @@ class MassBudget(BudgetChoice):
 
     @property
     def largest(self) -> MassBudget:
-        """The budget at the most that a request may ask for; all rank as much."""
+        """This budget with the largest share that a request may ask for; all rank equally many."""
         return self.asked(self.max_epsilon or self.epsilon)
 
     def request_range(self, least_tokens: int) -> tuple[float, float]:
@@ -95,7 +96,7 @@ class MassBudget(BudgetChoice):
 
     @property
     def list_size(self) -> tuple[int, float]:
-        # Lists hold what may be attended to; how much is, each row finds out.
+        # Lists hold as many units as may be attended to. Each row finds its stop at run time.
         return self.cap, 0.0
 
     @property
@@ -124,7 +125,7 @@ class MassBudget(BudgetChoice):
             raise InvalidConfig(
                 f"budget.microbatch {self.microbatch} is no whole number of units of {point.unit}",
                 allowed=f"budget.microbatch a multiple of {point.unit}, at most 128",
-                remedy="raise budget.microbatch, or lower score.logical_page",
+                remedy=f"raise budget.microbatch, or lower score.{point.score.unit_key}",
             )
         if self.cap > MOST_RANKED_UNITS * point.unit:
             raise InvalidConfig(
@@ -178,7 +179,7 @@ class MassBudget(BudgetChoice):
 
 
 class MassRun:
-    """Ranks what was scored, and attends in that order until the share is reached.
+    """Ranks the scored units, and attends to them in that order until the share is reached.
 
     Attributes:
         counters: what each layer reached.
@@ -246,19 +247,18 @@ class MassRun:
         build, stop = self._build, self._stop
         position = build.layers.index(layer)
         ranked = self._ranked[position % len(self._ranked)]
-        # What a slot's former request took may stand there: it decides time, never the result.
+        # It may be the number of the slot's former request: it changes the time, never the result.
         expected = build.columns.add(
             f"expected.{layer}", (build.pool.head_num,), torch.int32, _EXPECTED_AT_FIRST
         )
-        stages: list[Stage] = [Rank(build.scores, build.always, build.topk, self._selected, ranked)]
+        scores = build.scores_of(layer)
+        stages: list[Stage] = [Rank(scores, build.always, build.topk, self._selected, ranked)]
         plane = self._score.cuboids(bound=self._choice._bounds) if self._choice._estimates else None
         if plane is not None:
             assert self._cuboid_bounds is not None
             pages = build.cuboids(layer, plane)
             margin = self._choice.margin
-            stages.append(
-                BoundResidual(pages, build.scores, margin, ranked, self._cuboid_bounds, stop)
-            )
+            stages.append(BoundResidual(pages, scores, margin, ranked, self._cuboid_bounds, stop))
         last_stage = AttendUntil if attends else FindStop
         stages.append(last_stage(stop, ranked, expected, self.counters.row(layer), self._workspace))
         return stages

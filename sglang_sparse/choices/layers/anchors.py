@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers `anchors`: a few layers select for the layers behind them (Kascade, section 3)."""
+"""Layers `anchors`: a few layers select for the layers after them (Kascade, section 3)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def calibration_command(model: str, method: str = "kascade", *, tp: int = 1) -> 
 
 
 class Reuse(Choice):
-    """One reuse layer: whose list each of its KV heads attends to (Kascade, section 3.5)."""
+    """One reuse layer: the anchor's head whose list each KV head takes (Kascade, section 3.5)."""
 
     layer: int = Field(ge=1, le=MAX_COUNT)
     heads: Annotated[tuple[int, ...], Field(strict=False)] = Field(
@@ -48,7 +48,7 @@ class Calibration(Choice):
 
 
 class Anchors(LayersChoice):
-    """A few layers select, the layers after each attend to its selection (Kascade, section 3).
+    """A few layers select, and the layers after each attend to its selection (Kascade, section 3).
 
     The first layer attends to everything and selects; the other anchors attend to what they select.
     """
@@ -91,8 +91,8 @@ class Anchors(LayersChoice):
         assert self.reuse != "identity"
         return next((reuse.heads for reuse in self.reuse if reuse.layer == layer_id), None)
 
-    def calibration_command(self, model: str, method: str) -> str:
-        return calibration_command(model, method)
+    def how_to_measure(self, model: str, method: str) -> str:
+        return f"run `{calibration_command(model, method)}`, then use --sparse-config {method}.json"
 
     def check_model(self, model: ModelShape) -> None:
         recalibrate = f"run `{calibration_command(model.name)}`"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill `tile_topk`: prompt tokens in tiles that select what they attend to (Kascade, 3.4).
 
-Prefill is not captured in graphs, so buffers follow the batch. Layers play the part that they play
-in decoding: those that select do so for each tile, the others take what the last anchor selected.
+Prefill is not captured in graphs, so buffers are sized by the batch. Layers have the same role as
+in
+decoding: layers that select do so for each tile, and the others take the last anchor's selection.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from sglang_sparse_kernels.tiles import TilePlan
 
 TILE_QUERIES = 128  # of all heads of a group together
-# Scores of the tiles that are scored together; more tiles take several passes.
+# Limit of the scores of one pass. More tiles take several passes.
 _SCORE_BYTES = 256 << 20
 _ALIGNMENT = 16
 _LEAST_WIDTH = 16384
-# Some kernels are launched in another way where a batch has few rows.
+# Some kernels are launched differently for batches of few rows.
 _FEW_TILES, _MANY_TILES = 1, 64
 
 
@@ -177,7 +178,7 @@ class TileRun:
     def __init__(
         self, choice: TilePrefill, build: Build, pool: Pool, programs: dict[int, LayerProgram]
     ) -> None:
-        """``programs`` are those of decoding; of them roles, head maps and keys are used."""
+        """``programs`` are the layers' decode programs: their roles, maps and keys are used."""
         from sglang_sparse_kernels.tiles import tile_tokens_of
 
         self.choice, self.impl, self.always, self.pool = choice, build.impl, build.always, pool
@@ -199,12 +200,12 @@ class TileRun:
         extend_lens: Sequence[int],
         dense: Sequence[bool],
     ) -> TileBatch | None:
-        """The tiles of a batch, or None if none of them selects: then it is dense.
+        """The tiles of a batch, or None if no tile selects, so that the batch runs densely.
 
         Args:
             page_table: int32 [requests, max_pages].
-            prefix_lens, extend_lens: tokens that are cached, and new ones, on the host.
-            dense: requests that asked to be dense; empty if the batch is of none.
+            prefix_lens, extend_lens: cached and new tokens of each request, on the host.
+            dense: whether each request asked to be dense; may be empty if none did.
         """
         import torch
 
@@ -239,9 +240,10 @@ class TileRun:
         )
 
     def _shape(self, plan: TilePlan, max_pages: int) -> tuple[int, int]:
-        """Tokens of a row of scores, and of a list.
+        """Widths in tokens of a row of scores, and of a list.
 
-        Kernels are compiled for shapes, so there are few: powers of two up to the longest context.
+        Kernels are compiled for each width, so few widths are used: powers of two up to the longest
+        context.
         """
         from sglang_sparse_kernels.common import next_power_of_2
         from sglang_sparse_kernels.tiles import tile_budget
@@ -254,11 +256,11 @@ class TileRun:
         return width, _aligned(most)
 
     def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
-        """Run every kernel once in every shape, so that no prompt waits while one is compiled.
+        """Run every kernel once in every shape, so that no prompt waits for the compiler.
 
         Args:
-            max_pages: columns of the page tables to come.
-            dtype: of the queries to come.
+            max_pages: columns of the page tables that batches will have.
+            dtype: dtype of the queries that batches will have.
         """
         import torch
 
@@ -270,7 +272,7 @@ class TileRun:
         kinds = {(p.role.selects, p.attends, p.head_map is None): p.layer for p in programs}
         keys = next(iter(programs)).k
         table = torch.zeros((1, max_pages), dtype=torch.int32, device=keys.device)
-        # The last tiles of a context of each width; all of its pages are the first one.
+        # The last tiles of a context of each width. Every entry of its page table is page 0.
         longest, width = max_pages * self.page_size, _LEAST_WIDTH
         while width < 2 * longest:
             for tiles in _FEW_TILES, _MANY_TILES:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scores of logical pages share: the largest q·k over a cuboid of each page's keys."""
+"""Shared by scores of logical pages: the largest q·k over a cuboid of each page's keys."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from sglang_sparse.choices.choice import PageSize
+from sglang_sparse.choices.choice import PageSize, check_at_least
 from sglang_sparse.choices.interfaces import ScoreChoice
 
 if TYPE_CHECKING:
@@ -22,13 +22,27 @@ class PageScoreChoice(ScoreChoice):
 
     has_cuboids: ClassVar[bool] = True
     logical_page: PageSize
+    select: PageSize | None = Field(
+        default=None,
+        description="Tokens that are selected together, by the largest score of their logical "
+        "pages; null for one logical page.",
+    )
     reduce: Literal["max", "sum"] = Field(
         default="max", description="How the query heads of one KV head pool their scores."
     )
 
+    @model_validator(mode="after")
+    def _check_select(self) -> Self:
+        check_at_least("score.select", self.select, "score.logical_page", self.logical_page)
+        return self
+
     @property
     def unit(self) -> int:
-        return self.logical_page
+        return self.select or self.logical_page
+
+    @property
+    def unit_key(self) -> str:
+        return "logical_page" if self.select is None else "select"
 
     @abstractmethod
     def cuboids(self, *, bound: bool) -> CuboidPlane: ...
@@ -51,4 +65,4 @@ class PageRun:
 
         plane = self._choice.cuboids(bound=False)
         pages = self._build.cuboids(layer, plane)
-        return PageScore(pages, self._choice.reduce, self._build.scores)
+        return PageScore(pages, self._choice.reduce, self._build.scores_of(layer))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score `exact`: attention probability, pooled after the softmax.
 
-Kascade (arXiv 2512.16391), section 3.4. It reads every key, and so pays where a few layers score
-for many.
+Kascade (arXiv 2512.16391), section 3.4. It reads every key, so it pays off where a few layers
+select for many.
 """
 
 from __future__ import annotations
@@ -68,4 +68,4 @@ class ExactRun:
     def stage(self, layer: int) -> Stage:
         from sglang_sparse_kernels.step import ExactScore
 
-        return ExactScore(self._choice.pool, self._build.scores, self._workspace)
+        return ExactScore(self._choice.pool, self._build.scores_of(layer), self._workspace)

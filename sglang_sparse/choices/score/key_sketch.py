@@ -36,7 +36,8 @@ class KeySketch(ScoreChoice):
 
     @property
     def tile_pool(self) -> Literal["group"]:
-        # A tile's queries have no few channels in common: tiles are scored with the keys.
+        # The queries of a tile have their large values in different channels, so tiles use all of
+        # K.
         return "group"
 
     @property
@@ -82,4 +83,4 @@ class KeySketchRun:
         shape = (build.pool.head_num, choice.channels)
         channels = build.columns.add(f"channels.{layer}", shape, torch.int32)
         sketch = SketchPlanes(values, scale, build.pool.page_size)
-        return SketchScore(sketch, channels, choice.reduce, build.scores)
+        return SketchScore(sketch, channels, choice.reduce, build.scores_of(layer))

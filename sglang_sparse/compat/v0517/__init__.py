@@ -17,8 +17,8 @@
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
     Pool and allocator on the CPU: its own allocator launches Triton kernels.
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
-    PyTorch index writes on the CPU: it avoids Triton by the backend's name, and "sparse" is not a
-    name that it knows.
+    PyTorch index writes on the CPU. SGLang avoids Triton there by the backend's name, and does not
+    know the name "sparse".
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
 ``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
@@ -44,6 +44,7 @@ _CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
 _SPECULATION = "sglang_sparse.speculation.hooks"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _HOST_TREE = f"{_SRT}.mem_cache.hiradix_cache.HiRadixCache"
 _HOST_POOL = f"{_SRT}.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
@@ -58,6 +59,16 @@ CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
 HOOKS = (
     *shared.HOOKS,
+    Hook(
+        f"{_KV}._resolve_memory_pool_config",
+        "sglang_sparse.state_pools:resolve_pool_config",
+        "around",
+    ),
+    Hook(
+        f"{_KV}._build_token_to_kv_pool",
+        "sglang_sparse.state_pools:build_token_to_kv_pool",
+        "around",
+    ),
     Hook(f"{_RUNNER}._capture_one_stream", f"{_GRAPHS}:capture_one_stream", "around"),
     Hook(f"{_RUNNER}._make_graph_key", f"{_GRAPHS}:make_graph_key", "around"),
     Hook(f"{_SRT}.utils.common.support_triton", f"{_CPU}:support_triton", "around"),
@@ -103,6 +114,9 @@ SEAMS = (
     *shared.SEAMS,
     f"{_TREE}.cache_unfinished_req",
     f"{_TREE}.cache_finished_req",
+    f"{_KV}._profile_available_bytes",
+    f"{_KV}._apply_token_constraints",
+    f"{_SRT}.mem_cache.memory_pool.NoOpMHATokenToKVPool._create_buffers",
     f"{_HOST_TREE}.__init__",
     f"{_HOST_TREE}.insert",
     f"{_HOST_TREE}.match_prefix",
@@ -128,6 +142,11 @@ SEAMS = (
 def request_row(req: Any) -> int:
     """Row of a scheduled request in SGLang's request table."""
     return int(req.req_pool_idx)
+
+
+def prefilled(req: Any) -> int:
+    """Tokens up to which a request's last prefill chunk went."""
+    return int(req.extend_range.end)
 
 
 def resolved(server_args: Any) -> Any:

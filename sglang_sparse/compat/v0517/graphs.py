@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_sparse.graph_variants import VARIANTS, Variant
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import selecting_launch_of
 
 capturing: Variant = "dense"
 
@@ -43,4 +43,4 @@ def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 def _has_variants(runner: Any) -> bool:
     """Whether a runner captures for the sparse backend: not for a draft model."""
     model = runner.model_runner
-    return launch_of(model.server_args) is not None and not model.is_draft_worker
+    return selecting_launch_of(model.server_args) is not None and not model.is_draft_worker

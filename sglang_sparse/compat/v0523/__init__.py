@@ -61,6 +61,11 @@ def request_row(req: Any) -> int:
     return int(req.kv.req_pool_idx)
 
 
+def prefilled(req: Any) -> int:
+    """Tokens up to which a request's last prefill chunk went."""
+    return int(req.extend_end)
+
+
 def resolved(server_args: Any) -> Any:
     """A view of ``server_args``; resolves them unless SGLang has."""
     from sglang.srt.arg_groups.overrides import resolving_view

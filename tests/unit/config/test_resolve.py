@@ -72,8 +72,10 @@ def test_every_shipped_preset_is_what_its_method_means_on_its_model() -> None:
 def test_the_reference_presets_fit_the_reference_model() -> None:
     content = json.loads((configs_dir() / "reference" / "model" / "config.json").read_text())
     geometry = Geometry.from_hf_config(content, name="reference")
-    for method in set(available_methods()) - {"custom"}:
-        assert resolve_with_source(method, None, geometry).source == f"reference/{method}"
+    named = [ref for ref in list_presets() if ref.model == "reference"]
+    assert {"sparcas", "kascade", "psa", "cascade"} <= {ref.name for ref in named}
+    for ref in named:
+        assert resolve_with_source(ref.name, None, geometry).source == f"reference/{ref.name}"
 
 
 def test_a_method_takes_the_preset_of_the_served_geometry() -> None:
@@ -151,7 +153,8 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: kascade|kascade_sketch|page_minmax|psa|psa_sketch|sparcas|custom",
+            "allowed: cascade|kascade|kascade_sketch|lserve|page_minmax|psa|psa_sketch|sparcas|"
+            "custom",
         ],
     ),
     ("kaskade", None, ["--sparse-method kaskade: there is no such method", "sparcas|custom"]),
@@ -167,21 +170,26 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
     ("sparcas", '{"a": 1, "a": 2}', ["key 'a' is given twice"]),
     ("sparcas", '{"budget": {"tokens": NaN}}', ["NaN is not a JSON number"]),
     ("sparcas", '{"a":' * 5000, ["not valid JSON"]),
-    ("sparcas", '{"bugdet": 1}', ["bugdet is not a key", "layers|score|budget"]),
+    ("sparcas", '{"bugdet": 1}', ["bugdet is not a key", "layers|heads|score|budget"]),
     (
         "sparcas",
         '{"budget": {"fraction": 0.1}}',
         ["budget.fraction is not a key of kind tokens", "kind tokens kind|tokens"],
     ),
-    ("sparcas", '{"budget": {"kind": "part"}}', ["budget.kind is 'part'", "fraction|mass|tokens"]),
+    (
+        "sparcas",
+        '{"budget": {"kind": "part"}}',
+        ["budget.kind is 'part'", "fraction|held|mass|tokens"],
+    ),
     ("sparcas", '{"budget": {"tokens": 0}}', ["budget.tokens is 0", "greater than or equal to 1"]),
     ("sparcas", '{"budget": {"tokens": "9"}}', ["budget.tokens is '9'", "a valid integer"]),
     ("sparcas", '{"budget": 2048}', ["budget is 2048", "budget an object with a kind"]),
     ("sparcas", '{"budget": {"tokens": 99999999999}}', ["less than or equal to 16777216"]),
     ("sparcas", '{"budget": {"tokens": 80}}', ["cannot hold sink_tokens 16", "at least 81"]),
     ("sparcas", '{"budget": {"kind": "fraction"}}', ["budget.fraction is missing"]),
-    ("sparcas", '{"heads": {"kind": "retrieval"}}', ["heads is not a key", "layers|score|budget"]),
-    ("sparcas", '{"retention": {"kind": "all"}}', ["retention is not a key"]),
+    ("sparcas", '{"heads": {"kind": "mixed"}}', ["heads.kind is 'mixed'", "retrieval|streaming"]),
+    ("sparcas", '{"heads": {"kind": "streaming"}}', ["streaming without heads", "heads.file"]),
+    ("sparcas", '{"retention": {"kind": "some"}}', ["retention.kind is 'some'", "cascade|all"]),
     ("sparcas", '{"prefill": {"tile": 128}}', ["prefill.tile is not a key of kind"]),
     ("sparcas", '{"cadence": {"every": 0}}', ["cadence.every is 0"]),
     ("sparcas", '{"page_size": 48}', ["page_size is 48", "page_size 16|32|64"]),
@@ -195,7 +203,11 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         "{}",
         ["layers is missing, score is missing", "layers with kind anchors|every|first_dense"],
     ),
-    ("custom", '{"budget": {"tokens": 9}}', ["budget.kind is missing", "fraction|mass|tokens"]),
+    (
+        "custom",
+        '{"budget": {"tokens": 9}}',
+        ["budget.kind is missing", "fraction|held|mass|tokens"],
+    ),
     ("kascade", '{"layers": {"anchors": [1, 2]}}', ["layers.anchors [1, 2]", "ascending"]),
     ("kascade", '{"layers": {"anchors": [0, 4, 4]}}', ["layers.anchors [0, 4, 4]", "ascending"]),
     ("kascade", '{"layers": {"anchors": [0, 32]}}', ["[0, 32] are not layers", "from 0 to 31"]),

@@ -14,6 +14,7 @@ from sglang_sparse_kernels import (
     AttendUntil,
     BoundResidual,
     FindStop,
+    HeadWindows,
     Lists,
     MassStop,
     Scores,
@@ -115,10 +116,17 @@ def tail_mass(batch: Batch, row: int, logit_cap: float = 0.0) -> torch.Tensor:
     return logits[..., int(shorter[row]) :].exp().sum(-1)
 
 
-def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: int = 1) -> dict:
+def run(
+    batch: Batch,
+    scores: torch.Tensor,
+    ask: Setting,
+    impl: str,
+    expected: int = 1,
+    windows: HeadWindows | None = None,
+) -> dict:
     """Select, rank, bound and attend; returns everything that was written.
 
-    ``expected`` is how many microbatches each row is thought to take.
+    ``expected`` is how many microbatches each row is thought to take. Streaming heads have no list.
     """
     rows, dtype = len(batch.lengths), batch.q.dtype
     lists = (batch.list_rows, batch.heads)
@@ -144,7 +152,8 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: i
         tensor.fill_(77.0)  # of the step before
     workspace.attended.fill_(5)
     blocks = torch.full((*scores.shape[:2], padded_blocks(scores.shape[2])), NAN, device=DEVICE)
-    scored = Scores(scores.to(work), blocks)
+    unread = None if windows is None else windows.streams
+    scored = Scores(scores.to(work), blocks, unread)
     counts = torch.zeros(rows, batch.heads, dtype=torch.int32, device=DEVICE)
     select_topk(  # its own tests hold its kernel to this
         scored, batch.plan, Lists(picked, counts, own, batch.unit), always=ALWAYS, impl="torch"
@@ -164,7 +173,8 @@ def run(batch: Batch, scores: torch.Tensor, ask: Setting, impl: str, expected: i
     last_stage = AttendUntil if ask.output else FindStop
     stages.append(last_stage(stop, got["ranked"], got["expected"], got["counters"], workspace))
     step = StepContext(
-        batch.q, batch.kv, batch.plan, batch.lists(got["indices"], got["reached"]),
+        batch.q, batch.kv, batch.plan,
+        replace(batch.lists(got["indices"], got["reached"]), windows=windows),
         batch.softmax(ask.logit_cap), got["out"], impl,
     )  # fmt: skip
     decode_step(stages, step)

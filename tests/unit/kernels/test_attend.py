@@ -283,7 +283,7 @@ def attend_drafts(
     return out
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu"])
+@pytest.mark.parametrize("impl", PYTORCH)
 @pytest.mark.parametrize(("case", "queries"), DRAFTED)
 def test_drafts_share_the_list_of_their_row_and_are_causal_among_themselves(
     case: tuple, queries: int, impl: str

@@ -22,6 +22,7 @@ from sglang_sparse_kernels import (
 )
 
 IMPLS = ("torch", "triton")
+WINDOW = 300
 
 
 def naive_counts(
@@ -48,6 +49,7 @@ def naive_counts(
         found["selections"] += int(plan.reselect[row])
         found["refreshes"] += int(plan.refresh[row])
         found["cap_hits"] += units > 0 and wanted > capacity
+        found["window_tokens"] += min(length, WINDOW) if units else length
     return found
 
 
@@ -79,7 +81,9 @@ def test_counts_add_up_over_steps_and_skip_padding(impl: str, seed: int) -> None
             plan=plan,
             impl="torch",
         )
-        count_decode(plan, budgets, sums, unit=unit, capacity_units=capacity, impl=impl)
+        count_decode(
+            plan, budgets, sums, unit=unit, capacity_units=capacity, window=WINDOW, impl=impl
+        )
         for name, count in naive_counts(plan, own, unit, capacity).items():
             expected[name] += count
     assert dict(zip(COUNTS, sums.tolist(), strict=True)) == expected

@@ -13,6 +13,7 @@ from kernel_cases import NAN, Batch
 from sglang_sparse_kernels import (
     Always,
     KVView,
+    Lists,
     Scores,
     exact_score,
     gathered_decode_attention,
@@ -78,6 +79,25 @@ def test_attention_is_within_float32_rounding_of_the_reference(seed: int, unit: 
         slack = attention_rounding(sizes, batch.dim, weighted[row].unflatten(0, (3, 2)))
         error = (got[row].double() - want[row]).abs()
         assert (error <= slack.flatten(0, 1)).all(), f"row {row}: {error.max()}"
+
+
+def test_a_plan_made_dense_attends_to_everything() -> None:
+    batch = make_batch(7, dtype=torch.float64)
+    dense = batch.plan.dense()
+    none = torch.zeros((1, 3, 1), dtype=torch.int32)
+    out, want = torch.full_like(batch.q, NAN), torch.full_like(batch.q, NAN)
+    gathered_decode_attention(
+        batch.q, batch.kv, dense, Lists(none, none[..., 0], dense.k_units),
+        softmax=batch.softmax(), out=out, impl="cpu",
+    )  # fmt: skip
+    for row, length in enumerate(LENGTHS):
+        slots = batch.kv.slots(row, torch.arange(length))
+        keys, values = batch.k[0][slots], batch.v[0][slots]
+        logits = torch.einsum("hgd,nhd->hgn", batch.q[row].unflatten(0, (3, 2)), keys)
+        weights = (logits * batch.dim**-0.5).softmax(-1)
+        want[row] = torch.einsum("hgn,nhd->hgd", weights, values).flatten(0, 1)
+    torch.testing.assert_close(out, want)
+    assert (batch.plan.k_units > 0).any()
 
 
 @pytest.mark.parametrize("seed", range(3))

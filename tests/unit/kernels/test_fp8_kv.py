@@ -16,7 +16,7 @@ import test_step
 import test_tiles
 import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget, dot_rounding, mass_rounding
-from kernel_cases import DEVICE, Batch
+from kernel_cases import DEVICE, FAST, Batch
 from progressive_cases import (
     Setting,
     check,
@@ -50,10 +50,11 @@ def test_attention_takes_both_scales(case: tuple, options: dict, cap: float) -> 
     lists = batch.random_lists()
     exact = test_attend.naive_attention(batch, lists, torch.float64, cap)
     eager = test_attend.naive_attention(batch, lists, batch.dtype, cap)
-    got = test_attend.attend(batch, lists, "triton", cap)
-    for row in range(len(batch.lengths)):
-        slack = test_attend.rounding(batch.dtype)
-        assert_within_budget(got[row], exact[row], eager[row], slack)
+    slack = test_attend.rounding(batch.dtype)
+    for impl in FAST:
+        got = test_attend.attend(batch, lists, impl, cap)
+        for row in range(len(batch.lengths)):
+            assert_within_budget(got[row], exact[row], eager[row], slack)
     in_float64(batch)
     torch.testing.assert_close(test_attend.attend(batch, lists, "torch", cap), exact)
 
@@ -82,10 +83,11 @@ def test_exact_scores_take_the_scale_of_the_keys(
 ) -> None:
     batch = test_exact.make_batch(case, **options)
     want, size = test_exact.naive(batch, pool, cap)
-    got, _ = test_exact.score(batch, pool, "triton", cap)
     inside, width = want != test_exact.UNTOUCHED, want.shape[2]
     slack = test_exact.score_rounding(size, want, batch.dim)
-    assert ((got[..., :width].double() - want).abs() <= slack)[inside].all()
+    for impl in FAST:
+        got, _ = test_exact.score(batch, pool, impl, cap)
+        assert ((got[..., :width].double() - want).abs() <= slack)[inside].all()
     in_float64(batch)
     reference, _ = test_exact.score(batch, pool, "torch", cap)
     torch.testing.assert_close(reference[..., :width], want)
@@ -204,14 +206,15 @@ def test_bounds_and_an_fp8_sketch_hold_the_keys_as_they_are_stored(impl: str) ->
 def test_page_scores_read_fp8_bounds(shape: tuple, reduce: str) -> None:
     batch = test_score.make_batch(shape, unit=16, **KV)
     planes = batch.make_planes(None, page_minmax=True)
-    scores = test_score.outputs(batch, 16)
-    test_score.page_minmax_score(
-        batch.q, batch.cuboids(planes), batch.plan, reduce=reduce, out=scores, impl="triton"
-    )
     exact = test_score.float64_page_scores(batch, planes, reduce, absolute=False)
     magnitude = test_score.float64_page_scores(batch, planes, reduce, absolute=True)
     slack = dot_rounding(magnitude, 2 * batch.dim * (batch.group if reduce == "sum" else 1))
-    test_score.check_scores(batch, 16, scores, exact, slack, "triton")
+    for impl in FAST:
+        scores = test_score.outputs(batch, 16)
+        test_score.page_minmax_score(
+            batch.q, batch.cuboids(planes), batch.plan, reduce=reduce, out=scores, impl=impl
+        )
+        test_score.check_scores(batch, 16, scores, exact, slack, impl)
     reference = Scores(torch.zeros_like(exact), torch.zeros_like(exact))
     in_float64(batch)
     test_score.page_minmax_score(
@@ -220,14 +223,15 @@ def test_page_scores_read_fp8_bounds(shape: tuple, reduce: str) -> None:
     assert torch.equal(reference.values, exact)
 
 
+@pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("unit", [1, 16])
-def test_both_implementations_decode_alike(unit: int) -> None:
-    triton_outputs, scores, triton_decoder = test_step.run("triton", unit, **KV)
+def test_implementations_decode_alike(impl: str, unit: int) -> None:
+    outputs, scores, decoder = test_step.run(impl, unit, **KV)
     torch_outputs, _, torch_decoder = test_step.run("torch", unit, scores, **KV)
-    for got, want in zip(triton_outputs, torch_outputs, strict=True):
+    for got, want in zip(outputs, torch_outputs, strict=True):
         error = (got.float() - want.float()).norm() / want.float().norm()
         assert error <= 3 * UNIT_ROUNDOFF[torch.bfloat16]
-    for name, plane in triton_decoder.planes.tensors().items():
+    for name, plane in decoder.planes.tensors().items():
         same = torch_decoder.planes.tensors()[name]
         assert torch.equal(plane.view(torch.uint8), same.view(torch.uint8)), name
 

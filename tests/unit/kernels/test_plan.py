@@ -131,7 +131,7 @@ def test_lists_live_between_selections_when_cadence_is_above_one() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"impl": "cuda"}, "impl='cuda' is unknown; choose one of triton, torch"),
+        ({"impl": "cuda"}, "impl='cuda' is unknown; choose one of triton, cpu, torch"),
         ({"page_size": 48}, "page_size=48"),
         ({"unit": 24}, "unit=24 must divide"),
         ({"reselect_every": 0}, "reselect_every=0"),

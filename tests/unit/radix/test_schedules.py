@@ -139,31 +139,12 @@ def takes_decoded_tokens_for_prompt(sparse, client_key, *, matched, prefilled, p
     return sections(sparse, client_key, matched=matched, prefilled=longer, page_size=page_size)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        puts_all_kv_into_the_trunk,
-        forgets_what_the_prefix_saw,
-        takes_decoded_tokens_for_prompt,
-    ],
-)
-def test_random_schedules_catch_sparse_kv_in_reach_of_dense_requests(
-    model_config, monkeypatch, wrong
-):
-    monkeypatch.setattr(radix_cache, "sections", wrong)
-    machine = type("Machine", (Schedules,), {"model_config": model_config})
-    with pytest.raises(AssertionError, match=r"saw|out of reach|pages lost"):
-        run_schedules(machine, examples=60, shrink=False)
+# The first turn decodes whole pages at a budget of 128; the second goes on from there.
+TURNS = {"fresh": 35, "kept_eighths": 8, "steps": 34, "chunk": 400, "really": True}
 
 
-@pytest.mark.parametrize(("second", "mode"), [(0, "dense"), (2, "other budget")])
-def test_a_request_that_looks_on_every_branch_is_caught(model_config, monkeypatch, second, mode):
-    def everywhere(sparse, client_key, page_size):
-        found = allowed(sparse, client_key, page_size)
-        if (sparse == DENSE) == (mode == "dense"):
-            found += [Section(Branch(client_key, ("decode", 128)), NEVER)]
-        return found
-
+def started(model_config) -> Schedules:
+    """A memory side whose requests decode sparsely from position 40 on."""
     machine = type("Machine", (Schedules,), {"model_config": model_config, "seen": Counter()})()
     machine.start(
         page_size=16,
@@ -174,9 +155,32 @@ def test_a_request_that_looks_on_every_branch_is_caught(model_config, monkeypatc
         sparse_prefill=None,
         sparse_decode=40,
     )
-    # The first turn decodes whole pages at a budget of 128; the second goes on from there.
-    turns = {"fresh": 35, "modes": (1, second), "kept_eighths": 8, "steps": 34, "chunk": 400}
-    turns["really"] = True
+    return machine
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        puts_all_kv_into_the_trunk,
+        forgets_what_the_prefix_saw,
+        takes_decoded_tokens_for_prompt,
+    ],
+)
+def test_two_turns_catch_sparse_kv_in_reach_of_dense_requests(model_config, monkeypatch, wrong):
+    monkeypatch.setattr(radix_cache, "sections", wrong)
+    with pytest.raises(AssertionError, match=r"saw|out of reach|pages lost"):
+        started(model_config).converse(**TURNS, modes=(1, 1))
+
+
+@pytest.mark.parametrize(("second", "mode"), [(0, "dense"), (2, "other budget")])
+def test_a_request_that_looks_on_every_branch_is_caught(model_config, monkeypatch, second, mode):
+    def everywhere(sparse, client_key, page_size):
+        found = allowed(sparse, client_key, page_size)
+        if (sparse == DENSE) == (mode == "dense"):
+            found += [Section(Branch(client_key, ("decode", 128)), NEVER)]
+        return found
+
+    machine, turns = started(model_config), TURNS | {"modes": (1, second)}
     machine.converse(**turns)
     monkeypatch.setattr(radix_cache, "allowed", everywhere)
     with pytest.raises(AssertionError, match="took over KV that saw"):

@@ -26,6 +26,7 @@ from sglang_sparse_kernels import (
     Lists,
     MassStop,
     PageCuboids,
+    Scores,
     Softmax,
     StopState,
 )
@@ -84,6 +85,11 @@ def plan_of(units: int) -> DecodePlan:
     return plan
 
 
+def bare(scores: torch.Tensor) -> Scores:
+    """Scores without block maxima, which the references do without."""
+    return Scores(scores, scores[..., :0])
+
+
 def reference_output(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, unit: int
 ) -> torch.Tensor:
@@ -91,10 +97,10 @@ def reference_output(
     indices = torch.zeros(ROWS, GROUPS, KEPT // unit, dtype=torch.int32)
     counts = torch.zeros(ROWS, GROUPS, dtype=torch.int32)
     lists = Lists(indices, counts, plan.request_slots, unit)
-    select_topk_reference(scores, plan, lists, always=ALWAYS)
+    select_topk_reference(bare(scores), plan, lists, always=ALWAYS)
     out = torch.full_like(q, torch.nan)
     kv = KVView(paged(k), paged(v), plan.page_table, PAGE)
-    gathered_decode_attention_reference(q, kv, plan, lists, softmax=SOFTMAX, out=out)
+    gathered_decode_attention_reference(q, kv, plan, lists, softmax=SOFTMAX, out=out, queries=1)
     return out.flatten(1)
 
 
@@ -106,7 +112,7 @@ def sketch_scores(
     sketch = paged(k).to(torch.float8_e4m3fn).view(-1, PAGE, GROUPS, DIM).permute(0, 2, 3, 1)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
     values = KeySketch(sketch.contiguous(), None, PAGE)
-    sketch_score_reference(q, channels, values, plan, reduce=reduce, out=scores)
+    sketch_score_reference(q, channels, values, plan, reduce=reduce, out=bare(scores))
     return scores
 
 
@@ -129,7 +135,9 @@ def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
     lengths = torch.full((ROWS,), LENGTH)
     low, high = page_planes(k, lengths, PAGE)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
-    page_minmax_score_reference(q, cuboids(low, high), plan_of(8), reduce=reduce, out=scores)
+    page_minmax_score_reference(
+        q, cuboids(low, high), plan_of(8), unit=PAGE, reduce=reduce, out=bare(scores)
+    )
     expected = reference_output(q, k, v, scores, unit=PAGE)
     policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)
     cache = Cache(k, v)
@@ -178,20 +186,22 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         scores = sketch_scores(q, k, plan, "max")
     else:
         scores = torch.zeros(ROWS, GROUPS, LENGTH)
-        page_minmax_score_reference(q, cuboids(*planes), plan, reduce="max", out=scores)
+        page_minmax_score_reference(
+            q, cuboids(*planes), plan, unit=PAGE, reduce="max", out=bare(scores)
+        )
     every = torch.arange(units, dtype=torch.int32).expand(ROWS, GROUPS, units)
     indices, ranked = torch.zeros_like(every).clone(), torch.zeros(ROWS, GROUPS, dtype=torch.int32)
     ranking = Lists(indices, ranked, plan.request_slots, unit)
-    rank_units_reference(scores, plan, every, ranking, always=ALWAYS)
+    rank_units_reference(bare(scores), plan, every, ranking, always=ALWAYS)
     out, reached = torch.full_like(q, torch.nan), torch.zeros_like(ranked)
     rest = None
     if margin is not None:
         by_head = torch.zeros(ROWS, GROUPS, q.shape[1] // GROUPS, LENGTH)
         rest = torch.zeros(*by_head.shape[:3], LENGTH)
-        page_bounds_reference(q, cuboids(*planes), plan, out=by_head)
+        page_bounds_reference(q, cuboids(*planes), plan, unit=PAGE, out=by_head)
         residual_bounds_reference(
-            by_head, plan, ranking, always=ALWAYS, microbatch=32, softmax=SOFTMAX, margin=margin,
-            out=rest,
+            by_head, bare(scores), plan, ranking, always=ALWAYS, microbatch=32, softmax=SOFTMAX,
+            margin=margin, out=rest,
         )  # fmt: skip
     kv = KVView(paged(k), paged(v), plan.page_table, PAGE)
     stop = MassStop(ALWAYS, 32, share, torch.full((ROWS,), epsilon), rest)

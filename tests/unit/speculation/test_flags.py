@@ -55,6 +55,8 @@ def test_chains_of_ngrams_are_served(name: str) -> None:
     ("changes", "words"),
     [
         ({"speculative_algorithm": "EAGLE"}, ("--speculative-algorithm EAGLE", "NGRAM or unset")),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm", "auto or")),
+        ({"enable_hierarchical_cache": True}, ("--enable-hierarchical-cache with", "unset with")),
         ({"speculative_ngram_max_bfs_breadth": 8}, ("max-bfs-breadth 8", "do not follow")),
     ],
 )
@@ -69,11 +71,13 @@ def test_a_budget_that_ends_by_one_query_is_refused() -> None:
     assert "NGRAM with budget.kind=mass" in line
 
 
+@only_where_supported
 def test_an_untested_version_speculates_in_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "is_tested", lambda: False)
     assert "allowed: unset" in refused(flags(**NGRAM))
 
 
+@only_where_supported
 def test_draft_tokens_and_their_query_heads_have_a_bound() -> None:
     heads = Heads(query=32, kv=8, dim=128)
     assert most_queries(flags(), heads) == 1

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server that holds a bounded number of tokens a request refuses beside what all refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_sparse import compat
+from sglang_sparse.checks import refuse
+from sglang_sparse.config import ConfigError
+from sglang_sparse.config.load import METHOD_FLAG, Resolved
+from sglang_sparse_radix.refusals import Rule
+
+# Where states take the place of SGLang's KV pool.
+SGLANG = ("0.5.17",)
+
+BOUNDED_RULES = (
+    Rule("tp_size", (1, None), "states of several ranks are not tested yet"),
+    Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "states hold keys as they are"),
+    Rule("speculative_algorithm", (None,), "rejected tokens cannot be taken out of a state"),
+    Rule("enable_hierarchical_cache", (False, None), "states have no tier on the host"),
+    Rule("enable_memory_saver", (False, None), "released states are not restored"),
+)
+
+
+def check_bounded(args: Any, resolved: Resolved) -> None:
+    """Refuse flags and versions under which states could not be kept right.
+
+    Args:
+        args: parsed flags, before ``ServerArgs``.
+        resolved: the configuration; one that holds every token passes.
+
+    Raises:
+        ConfigError: names the first offending flag, or the version.
+    """
+    if not resolved.config.retention.bounded:
+        return
+    found = compat.sglang_version()
+    if found not in SGLANG:
+        raise ConfigError(
+            flag=METHOD_FLAG,
+            value=resolved.method,
+            problem=f"its states were not tested on sglang {found}",
+            allowed=f"sglang {' or '.join(SGLANG)}",
+            remedy="install that version, or use another method",
+        )
+    if not args.disable_radix_cache:
+        raise refuse(
+            "--disable-radix-cache",
+            "unset",
+            f"set with {METHOD_FLAG} {resolved.method}",
+            "add --disable-radix-cache: requests do not share states yet",
+        )
+    for rule in BOUNDED_RULES:
+        value = getattr(args, rule.field, rule.allowed[0])
+        if value not in rule.allowed:
+            raise refuse(rule.flag, value, rule.allowed_text, f"{rule.why}: {rule.remedy}")

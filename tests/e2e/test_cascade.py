@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server that holds a bounded number of tokens a request."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from live_server import MODEL, LiveServer, token_ids
+
+from sglang_sparse.config import load_preset
+from sglang_sparse.metrics import PREFIX
+from sglang_sparse.research.cascade import CascadeDecoder
+from sglang_sparse.research.export import load
+from sglang_sparse.tasks import TaskSuite
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+RETENTION = load_preset("reference", "cascade").retention
+TOKENS = 8
+# Slots of the server; fewer than the requests of some tests.
+SLOTS = 8
+
+
+def greedy(live: LiveServer, prompts: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
+    """Greedy tokens of each prompt, asked alone."""
+    return [token_ids(live.generate([p], tokens, ignore_eos=True))[0] for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def long_prompts(suite: TaskSuite) -> list[list[int]]:
+    """Prompts of up to nine times what is held."""
+    most = RETENTION.most_tokens
+    assert most is not None
+    lengths = [most + 300, 3 * most + 17, 9 * most]
+    return [suite.samples("passkey", length=n, count=1, seed=n)[0].prompt_ids for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def expected(long_prompts: list[list[int]]) -> list[list[int]]:
+    """What the same model says over the cache's definition, without a server."""
+    decoder = CascadeDecoder(load(MODEL), RETENTION.shape(), RETENTION.average())
+    return [decoder.reply(prompt, TOKENS) for prompt in long_prompts]
+
+
+def test_a_window_above_the_context_gives_the_dense_answers(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    dense = greedy(server("dense"), prompts)
+    live = server("cascade-whole")
+    assert live.sparse_state()["tokens_held"] > max(map(len, prompts)) + TOKENS
+    assert greedy(live, prompts) == dense
+    # The same as one batch, which takes any slots and chunks that hold several requests.
+    assert token_ids(live.generate(prompts, TOKENS, ignore_eos=True)) == dense
+
+
+@pytest.mark.parametrize("name", ["cascade", "cascade-chunks"])
+def test_prompts_far_beyond_the_window_are_answered_as_the_definition_says(
+    server: Server, long_prompts: list[list[int]], expected: list[list[int]], name: str
+) -> None:
+    live = server(name)
+    held = live.sparse_state()["tokens_held"]
+    assert held < min(map(len, long_prompts))
+    assert greedy(live, long_prompts) == expected
+    # Slots that others left, and neighbours in a batch, change nothing.
+    assert token_ids(live.generate(long_prompts[::-1], TOKENS, ignore_eos=True)) == expected[::-1]
+
+
+def test_sglangs_metrics_are_served_and_none_of_selections(server: Server) -> None:
+    said = server("cascade-chunks").call("/metrics")
+    assert "sglang:num_running_reqs" in said
+    assert PREFIX not in said
+
+
+def test_decoding_closes_strides_as_prompts_do(server: Server, suite: TaskSuite) -> None:
+    live = server("cascade")
+    prompt = suite.samples("passkey", length=1500, count=1, seed=3)[0].prompt_ids
+    stride = RETENTION.shape().stride
+    said = greedy(live, [prompt], 2 * stride)[0]
+    decoder = CascadeDecoder(load(MODEL), RETENTION.shape(), RETENTION.average())
+    assert said == decoder.reply(prompt, 2 * stride)
+    # What was decoded, sent as a prompt, leads to the same state.
+    again = greedy(live, [prompt + said[: stride + 9]], stride - 9)[0]
+    assert again == said[stride + 9 :]
+
+
+def test_memory_is_that_of_slots_whatever_requests_take(
+    server: Server, long_prompts: list[list[int]]
+) -> None:
+    live = server("cascade")
+    state = live.sparse_state()
+    assert state["slots"] == SLOTS
+    assert state["kv_bytes"] == state["slots"] * state["slot_bytes"]
+    model = json.loads((MODEL / "config.json").read_text())
+    token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * 4
+    longest = max(map(len, long_prompts))
+    assert longest * token > state["slot_bytes"] * 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [({"mode": "dense"}, "mode dense: this server holds at most"), ({"budget": 64}, "budget 64")],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_evicted_cannot_be_asked_for(
+    server: Server, asked: dict[str, object], problem: str, stream: bool
+) -> None:
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 1, "custom_params": {"sparse": asked}},
+        "stream": stream,
+    }
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server("cascade").call("/generate", body)
+    assert refused.value.code == 400
+    assert problem in refused.value.read().decode()
+
+
+def test_every_slot_returns_after_aborts(
+    server: Server, long_prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    live = server("cascade")
+    with ThreadPoolExecutor(2 * SLOTS) as pool:
+        asked = [
+            pool.submit(live.generate, [long_prompts[i % 2]], 2000, ignore_eos=True)
+            for i in range(2 * SLOTS)
+        ]
+        time.sleep(3)
+        live.call("/abort_request", {"rid": "", "abort_all": True})
+        for answer in asked:
+            answer.result()
+    batch = [long_prompts[0]] * (SLOTS + 1)
+    assert token_ids(live.generate(batch, TOKENS, ignore_eos=True)) == [expected[0]] * (SLOTS + 1)
+
+
+def test_more_slots_than_memory_holds_are_refused(tmp_path: Path) -> None:
+    args = ["--attention-backend", "sparse", "--sparse-method", "cascade", "--disable-radix-cache"]
+    live = LiveServer([*args, "--max-running-requests", "10000000"], tmp_path / "log")
+    try:
+        assert live.wait_until_ended() != 0
+    finally:
+        live.close()
+    said = live.log.read_text()
+    assert "--max-running-requests 10000000: not supported with --attention-backend sparse" in said
+    assert "a state slot takes " in said

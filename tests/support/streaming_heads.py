@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of the reference model that stream where a test says so."""
+
+from typing import Any
+
+# Half of the KV heads stream, no two layers alike; the dense layer's cannot.
+STREAMING: dict[str, Any] = {
+    "kind": "streaming",
+    "sink": 64,
+    "local": 128,
+    "streaming": [[0, 1], [0, 2], [1, 3], [], [0, 1, 2, 3], [2, 3]],
+}

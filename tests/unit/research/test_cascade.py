@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of cascading caches: its decoder against the model alone, and what it scores."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sglang_sparse.config import configs_dir
+from sglang_sparse.research.cascade import CascadeDecoder
+from sglang_sparse.research.cascade_study import ARMS, Arm, CascadeStudy, digits_right, summary
+from sglang_sparse.research.export import load
+from sglang_sparse.research.model import ModelConfig, ReferenceModel
+from sglang_sparse.tasks import FileEncoder
+from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
+
+SMALL = ModelConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, layers=2, heads=4, kv_heads=2, head_dim=32
+)
+SHAPE, AVERAGE = CascadeShape(32, 4, 2, 16), AttentionAverage(0.99)
+IDS = torch.randint(64, (120,), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@pytest.fixture(scope="module")
+def model() -> ReferenceModel:
+    return ReferenceModel(SMALL, seed=1).eval()
+
+
+@torch.no_grad()
+def test_up_to_what_is_held_the_model_attends_to_everything(model: ReferenceModel) -> None:
+    ids = IDS[: SHAPE.rows]
+    dense = model(torch.tensor([ids]))[0]
+    torch.testing.assert_close(CascadeDecoder(model, SHAPE, AVERAGE).feed(ids), dense)
+    longer = model(torch.tensor([IDS]))[0]
+    assert not torch.allclose(CascadeDecoder(model, SHAPE, AVERAGE).feed(IDS)[-1], longer[-1])
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_what_was_fed_before_does_not_matter_nor_how(model: ReferenceModel, scored: bool) -> None:
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE, scored=scored)
+    whole = decoder.feed(IDS)
+    decoder.reset()
+    cuts = [0, 1, 50, 53, 69, 120]
+    parts = [decoder.feed(IDS[a:b]) for a, b in pairwise(cuts)]
+    torch.testing.assert_close(torch.cat(parts), whole)
+    assert decoder.tokens == len(IDS)
+
+
+def test_replies_are_greedy(model: ReferenceModel) -> None:
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE)
+    said = decoder.reply(IDS[:70], 5)
+    decoder.reset()
+    hidden = decoder.feed(IDS[:70] + said[:-1])
+    with torch.no_grad():
+        assert model.logits(hidden[-5:]).argmax(-1).tolist() == said
+
+
+def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
+    folder = configs_dir() / "reference" / "model"
+    study = CascadeStudy(load(folder), FileEncoder(folder), window=256, stride=64, sinks=16)
+    (sample,) = study.passkeys(1024, 1, seed=0)
+    assert 0 < sample.needle_spans[0][0] < len(sample.prompt_ids) - 320
+    with pytest.raises(ValueError, match="inside of 320"):
+        study.passkeys(340, 1, seed=0)
+    key = sample.values[0]
+    assert digits_right(sample, sample.answer) == 1
+    wrong = key[0] + str((int(key[1]) + 1) % 10) + key[2:]
+    assert digits_right(sample, f"The pass key is {wrong}.") == 1 - 1 / len(key)
+    assert digits_right(sample, "no number") == 0
+    study.remember(Arm(2), [sample], 1024)
+    study.loss(Arm(2), 512, 1)
+    table = summary({"rows": study.rows})
+    assert "1,024 tokens" in table
+    assert f"| {Arm(2).name} | " in table
+    assert len({arm.name for arm in ARMS}) == len(ARMS)
