@@ -222,6 +222,7 @@ def load_for_nobody(side: HostTierSide) -> list[int]:
     side.prefill(400)
     finish_all(side)
     send_to_host(side)
+    poison(side)  # the load may get the same pages, which still hold everything
     req = side.submit([*tokens, 1])
     req.init_next_round_input(side.tree)
     assert not side.load_back(req, [], budget=0)
