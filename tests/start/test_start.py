@@ -291,7 +291,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
 SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
     "draft tokens from a tree of n-grams": (
         [*SPARSE, "--speculative-algorithm", "NGRAM"],
-        ["--speculative-ngram-max-bfs-breadth", "8", "planes do not follow"],
+        ["--speculative-ngram-max-bfs-breadth 10", "allowed: 1", "planes do not follow"],
     ),
     "another kind of speculation": (
         [*SPARSE, "--speculative-algorithm", "DFLASH"],

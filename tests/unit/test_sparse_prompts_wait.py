@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang_sparse.backend.attention import SparseAttentionBackend
+from sglang_sparse_kernels import KVScales
 
 
 @pytest.mark.parametrize("attends", [True, False])
@@ -28,9 +29,12 @@ def test_a_layer_is_waited_for_before_it_is_read(attends: bool) -> None:
     dense = SimpleNamespace(forward_extend=lambda *_, **__: said.append("dense"))
     backend._inner = SimpleNamespace(current=dense)  # type: ignore[assignment]
     backend._last_layer = 5
+    no_scales = SimpleNamespace(read=lambda layer: KVScales(), write=lambda layer: (None, None))
+    backend._stored = no_scales  # type: ignore[assignment]
     shape = {"tp_q_head_num": 2, "head_dim": 4, "scaling": 1.0, "logit_cap": 0.0}
     layer: Any = SimpleNamespace(layer_id=3, **shape)
-    batch: Any = None
+    mode = SimpleNamespace(is_target_verify=lambda: False)
+    batch: Any = SimpleNamespace(forward_mode=mode)
     nothing: Any = None
     backend.forward_extend(torch.zeros(6, 8), nothing, nothing, layer, batch, save_kv_cache=False)
     assert said[0] == 3

@@ -93,7 +93,7 @@ def host_machine(model_config, **members):
 
 def test_planes_and_branches_survive_the_host_under_random_schedules(model_config):
     machine = host_machine(model_config)
-    run_schedules(machine, examples=60)
+    run_schedules(machine, examples=40)
     hard = (
         "load_back",
         "_evict_backuped",
@@ -139,7 +139,7 @@ def test_random_schedules_catch_planes_that_did_not_come_back(model_config, monk
     machine = host_machine(model_config)
     mutation(machine, monkeypatch)
     with pytest.raises(AssertionError, match="planes differ from recomputation"):
-        run_schedules(machine, examples=40, shrink=False)
+        run_schedules(machine, examples=200, shrink=False)
 
 
 def looks_on_the_trunk_for_everything(sparse, client_key, **_):
@@ -149,7 +149,7 @@ def looks_on_the_trunk_for_everything(sparse, client_key, **_):
 def test_random_schedules_catch_sparse_kv_that_comes_back_as_dense(model_config, monkeypatch):
     monkeypatch.setattr(radix_cache, "sections", looks_on_the_trunk_for_everything)
     with pytest.raises(AssertionError, match=r"saw|out of reach|pages lost"):
-        run_schedules(host_machine(model_config), examples=60, shrink=False)
+        run_schedules(host_machine(model_config), examples=200, shrink=False)
 
 
 @pytest.fixture
