@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import json
 
-from sglang_sparse.config import configs_dir
+from sglang_sparse.config import list_presets, load_preset
 
-METHODS = sorted(path.stem for path in (configs_dir() / "reference").glob("*.json"))
+# What holds a bounded number of tokens has no tier on the host.
+METHODS = sorted(
+    ref.name
+    for ref in list_presets()
+    if ref.model == "reference" and not load_preset("reference", ref.name).retention.bounded
+)
 VERIFY = {"SGLANG_SPARSE_VERIFY": "1"}
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 # KV goes to the host whenever three prompts of a thousand tokens meet; nothing is ever dropped.
