@@ -59,8 +59,11 @@ def test_a_stream_is_timed_by_its_chunks_and_counted_by_its_usage() -> None:
     assert record.error is None
     assert record.text == "abc"
     assert (record.prompt_tokens, record.cached_tokens, record.output_tokens) == (9, 4, 3)
-    assert record.first_token == pytest.approx(0.2, abs=0.09)
-    assert record.gaps == pytest.approx([0.1, 0.1], abs=0.09)
+    # The server sleeps that long at least; a busy machine adds to it, and moves it between gaps.
+    assert 0.2 <= record.first_token < 2
+    assert len(record.gaps) == 2
+    assert 0.3 <= record.first_token + record.gaps[0] < 2
+    assert 0.4 <= record.first_token + sum(record.gaps) < 2
     assert record.time_per_token == pytest.approx((record.total - record.first_token) / 2)
     assert record.to_json()["tokens_per_second"] == pytest.approx(3 / record.total)
 
