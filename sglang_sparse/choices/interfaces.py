@@ -28,6 +28,9 @@ class Point(Protocol):
     """The parts of a config that a choice may read, to check rules between keys."""
 
     @property
+    def page_size(self) -> int: ...
+
+    @property
     def sink_tokens(self) -> int: ...
 
     @property
@@ -309,6 +312,11 @@ class RetentionChoice(Choice, ABC):
                     allowed=f"{needed}, and none of these else",
                     remedy=f"change {axis} or retention, or start from a preset",
                 )
+
+    @property
+    def kept_prefixes(self) -> int:
+        """How many states of prefixes are kept for later requests; of a bounded retention alone."""
+        return 0
 
     def check_request(self, *, dense: bool, budget: float | None) -> None:
         """Refuse, with `InvalidConfig`, what a request asks for and this cannot give."""

@@ -48,6 +48,13 @@ class Cascade(RetentionChoice):
         default="mean", description="How the query heads of one KV head pool their attention."
     )
 
+    snapshots: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="States of prefixes that are kept for later requests that begin alike.",
+    )
+
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         least = max(self.sinks, 1)
@@ -88,6 +95,19 @@ class Cascade(RetentionChoice):
                 allowed="the keys of retention, and page_size",
                 remedy=f"leave out {names}",
             )
+
+        if self.snapshots and (self.sinks % point.page_size or self.stride % point.page_size):
+            raise InvalidConfig(
+                f"retention.snapshots {self.snapshots} are taken where strides close, and "
+                f"retention.sinks {self.sinks} or retention.stride {self.stride} is no multiple of "
+                f"page_size {point.page_size}",
+                allowed="retention.sinks and retention.stride that are multiples of page_size",
+                remedy="change them or page_size, or set retention.snapshots to 0",
+            )
+
+    @property
+    def kept_prefixes(self) -> int:
+        return self.snapshots
 
     def check_request(self, *, dense: bool, budget: float | None) -> None:
         held = f"this server holds at most {self.most_tokens} tokens of a request"
