@@ -179,10 +179,10 @@ def candidates_kernel(
             if (n <= P.UNITS) & (count < 2 * k):
                 threshold, tied = _threshold(p_scores, n, free, k, P.UNITS, S.BLOCK, S.WHOLE)
             else:
-                # With nothing recent to force, the last block is free whole.
                 below, end = free
-                end = tl.where(end < n, end // S.BLOCK, count)
-                free_blocks = (tl.cdiv(below, S.BLOCK), end)
+                below = tl.cdiv(below, S.BLOCK)
+                # With nothing recent to force, the last block is free whole.
+                free_blocks = (below, tl.where(end < n, end // S.BLOCK, count))
                 if count <= P.BLOCKS // 4:
                     threshold, tied = _threshold(
                         p_max, count, free_blocks, k, P.BLOCKS // 4, S.BLOCK, True
