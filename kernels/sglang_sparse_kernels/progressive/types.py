@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 
 from ..common import check_choice, check_contiguous, check_dtype, check_shape
-from ..records import Always
+from ..records import Always, Softmax
 
 Share = Literal["min", "mean"]
 SHARES: tuple[str, ...] = get_args(Share)
@@ -72,6 +72,23 @@ class MassStop:
         check_contiguous("epsilons", self.epsilons)
         if self.residual is not None:
             check_shape("residual", self.residual, (rows, heads, group, -1))
+
+
+@dataclass(frozen=True)
+class ResidualRule:
+    """How the residual mass is bounded (:func:`sglang_sparse_kernels.residual_bounds`).
+
+    Attributes:
+        always: tokens that are selected whatever their scores, as the ranking has them.
+        microbatch: tokens between two stop checks.
+        softmax: scale and cap of the logits.
+        margin: nats to take off, at least 0.
+    """
+
+    always: Always
+    microbatch: int
+    softmax: Softmax
+    margin: float
 
 
 @dataclass(frozen=True)
