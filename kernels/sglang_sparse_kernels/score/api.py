@@ -56,11 +56,9 @@ def select_channels(
     group_size(q.shape[1], channels.shape[1])
     if channels.shape[2] > q.shape[2]:
         raise ValueError(f"{channels.shape[2]} channels of a head dimension of {q.shape[2]}")
-    if impl == "torch":
-        select_channels_reference(q, channels, plan)
-        return
-    if impl == "cpu":
-        select_channels_cpu(q, channels, plan)
+    if impl != "triton":
+        choose = select_channels_reference if impl == "torch" else select_channels_cpu
+        choose(q, channels, plan)
         return
     check_dense_rows("q", q)
     from .channel_kernel import select_channels_triton
@@ -108,15 +106,13 @@ def sketch_score(
     sketch.check(q.shape[2])
     check_shape("channels", channels, (-1, heads, -1))
     out.check(plan.num_rows, heads)
-    if impl == "torch":
+    if impl != "triton":
+        choose, score = select_channels_cpu, sketch_score_cpu
+        if impl == "torch":
+            choose, score = select_channels_reference, sketch_score_reference
         if choose_channels:
-            select_channels_reference(q, channels, plan, out.read)
-        sketch_score_reference(q, channels, sketch, plan, reduce=reduce, out=out)
-        return
-    if impl == "cpu":
-        if choose_channels:
-            select_channels_cpu(q, channels, plan, out.read)
-        sketch_score_cpu(q, channels, sketch, plan, reduce=reduce, out=out)
+            choose(q, channels, plan, out.read)
+        score(q, channels, sketch, plan, reduce=reduce, out=out)
         return
     check_dense_rows("q", q)
     out.check_triton()
@@ -152,11 +148,9 @@ def page_bounds(
     pages.check(q.shape[2])
     check_shape("out", out, (plan.num_rows, heads, group_size(q.shape[1], heads), -1))
     check_contiguous("out", out)
-    if impl == "torch":
-        page_bounds_reference(q, pages, plan, unit=unit, out=out, unread=unread)
-        return
-    if impl == "cpu":
-        page_bounds_cpu(q, pages, plan, unit=unit, out=out, unread=unread)
+    if impl != "triton":
+        bound = page_bounds_reference if impl == "torch" else page_bounds_cpu
+        bound(q, pages, plan, unit=unit, out=out, unread=unread)
         return
     check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
@@ -219,11 +213,9 @@ def page_minmax_score(
     group_size(q.shape[1], heads)
     pages.check(q.shape[2])
     out.check(plan.num_rows, heads)
-    if impl == "torch":
-        page_minmax_score_reference(q, pages, plan, unit=unit, reduce=reduce, out=out)
-        return
-    if impl == "cpu":
-        page_minmax_score_cpu(q, pages, plan, unit=unit, reduce=reduce, out=out)
+    if impl != "triton":
+        score = page_minmax_score_reference if impl == "torch" else page_minmax_score_cpu
+        score(q, pages, plan, unit=unit, reduce=reduce, out=out)
         return
     check_dense_rows("q", q)
     out.check_triton()
