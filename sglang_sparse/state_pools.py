@@ -18,14 +18,14 @@ from sglang_sparse.checks import refuse
 from sglang_sparse.launch import bounded_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.choices.interfaces import RetentionChoice
+    from sglang_sparse.choices.interfaces import BoundedRetention
 
 # As many requests as SGLang itself would run at most, however small their states are.
 MOST_SLOTS = 4096
 _INT32_BYTES = FLOAT_BYTES = 4
 
 
-def slot_bytes(retention: RetentionChoice, configurator: Any) -> int:
+def slot_bytes(retention: BoundedRetention, configurator: Any) -> int:
     """Device bytes of one more running request: its state, its logits, its row of token slots."""
     from sglang_sparse_kernels.cascade import state_bytes
 
