@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..common import check_choice, check_contiguous, check_dtype, check_shape
+from ..common import check_choice, check_contiguous, check_dtype, check_fits, check_shape
 from ..records import Always, Softmax
 
 Share = Literal["min", "mean"]
@@ -136,10 +136,7 @@ class ProgressiveWorkspace:
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.lse.shape[0]:
-            raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.lse.shape[0]}"
-            )
+        check_fits(batch_size, self.lse)
         return ProgressiveWorkspace(
             **{field.name: getattr(self, field.name)[:batch_size] for field in fields(self)}
         )

@@ -122,7 +122,7 @@ def page_minmax_score_triton(
 ) -> None:
     """Launch :func:`page_minmax_score_kernel`: programs of a row and head take tiles in turn.
 
-    Without ``reduce``, ``out`` has an axis more: the query heads of a group stay apart.
+    Without ``reduce``, each query head keeps its score, and ``out`` has an axis for them.
     """
     rows, heads = q.shape[0], pages.low.shape[1]
     joined = unit // pages.unit

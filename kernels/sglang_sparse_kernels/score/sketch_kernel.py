@@ -35,7 +35,7 @@ SKETCH_WARPS = 4
 
 @triton.jit
 def _load_channels(p_c, D: tl.constexpr, KEPT: tl.constexpr):
-    """Tuple of ``KEPT`` channels; one that was never chosen must not lead out of bounds."""
+    """Tuple of ``KEPT`` channels, each below D even if it was never written."""
     kept = ()
     for i_c in tl.static_range(KEPT):
         kept = kept + (tl.minimum(tl.maximum(tl.load(p_c + i_c), 0), D - 1),)
@@ -44,7 +44,7 @@ def _load_channels(p_c, D: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexpr):
-    """Tuple of the query's values, float32, head by head over the kept channels."""
+    """Tuple of float32: the query's values in the kept channels, one head after the other."""
     weights = ()
     for i_g in tl.static_range(G):
         for i_c in tl.static_range(KEPT):
@@ -67,7 +67,7 @@ def _join(b_a, b_b, SUM: tl.constexpr):
 
 @triton.jit
 def _int8_keys(b_k):
-    """int8 as fp16; four at a time by their bits, as a conversion takes four times as long."""
+    """int8 as fp16. Bits of four numbers are moved at once: converting takes four times as long."""
     if INTERPRETED:
         b_f = b_k.to(tl.float16)
     else:
@@ -95,7 +95,7 @@ def _int8_keys(b_k):
 
 @triton.jit
 def _int4_keys(b_k):
-    """(low, high) halves of bytes as fp16, without the 8 that was added to them."""
+    """Low and high halves of bytes as fp16, less the 8 that codes are stored with."""
     if INTERPRETED:
         b_low = (b_k & 15).to(tl.float16) - 8.0
         b_high = (b_k >> 4).to(tl.float16) - 8.0
@@ -144,7 +144,7 @@ def _sum_channels(
     SUMS: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Tuple of scores [BP, SUBPAGE] of ``HEADS`` heads from ``first`` on, and of each subpage."""
+    """Scores [BP, SUBPAGE] of ``HEADS`` heads from ``first`` on, a tuple of heads and subpages."""
     sums = ()
     for _ in tl.static_range(HEADS * PACK):
         sums = sums + (tl.zeros((BP, SUBPAGE), SUMS),)
@@ -180,7 +180,7 @@ def _score_subpages(
     SUMS: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Joined scores [BP, SUBPAGE] of the heads, before scales; ``p_s`` is their channel 0.
+    """Scores [BP, SUBPAGE], reduced over the heads, before scales; ``p_s`` points at channel 0.
 
     A tuple of two where a byte holds two tokens, the low halves first.
     """
