@@ -26,14 +26,15 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"it cannot be made ({error.strerror})"
-            raise _refused(folder, problem, "name another one") from error
+            allowed = "a folder, new or of an earlier run"
+            raise _refused(folder, problem, allowed, "name another one") from error
         self._path, kept = folder / "journal.jsonl", folder / "settings.json"
         if kept.exists() and self._read(kept, kept.read_bytes()) != settings:
             raise _refused(
                 folder,
                 "it holds an evaluation with other settings, or of another server",
+                "a new folder, or the settings in its settings.json",
                 "name another folder",
-                allowed="a new folder, or the settings in its settings.json",
             )
         kept.write_text(json.dumps(settings, indent=1) + "\n")
         self._lock = threading.Lock()
@@ -56,7 +57,9 @@ class Journal:
         fields = ("task", "length", "index", "arm") if path.suffix == ".jsonl" else ()
         if not isinstance(found, dict) or any(field not in found for field in fields):
             problem = f"{path.name} in it is damaged"
-            raise _refused(path.parent, problem, f"remove {path}, or name another folder")
+            allowed = "a folder, new or of an earlier run"
+            remedy = f"remove {path}, or name another folder"
+            raise _refused(path.parent, problem, allowed, remedy)
         return found
 
     @staticmethod
@@ -78,9 +81,7 @@ class Journal:
         return list(self._entries.values())
 
 
-def _refused(
-    folder: Path, problem: str, remedy: str, *, allowed: str = "a folder, new or of an earlier run"
-) -> ConfigError:
+def _refused(folder: Path, problem: str, allowed: str, remedy: str) -> ConfigError:
     return ConfigError(
         flag="--out", value=str(folder), problem=problem, allowed=allowed, remedy=remedy
     )
