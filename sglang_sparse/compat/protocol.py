@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -86,6 +87,9 @@ class SGLangVersion(Protocol):
 
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
+
+    def workers_application(self, name: str) -> AbstractContextManager[None]:
+        """Inside it, SGLang starts tokenizer processes with the application ``module:name``."""
 
     def prepare_ngram_worker(self) -> None:
         """Make SGLang's n-gram worker importable; only where NGRAM is supported."""

@@ -158,9 +158,9 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--nnodes", "2", "--dist-init-addr", "127.0.0.1:9"],
         ["--nnodes", "2", "1"],
     ),
-    "several tokenizers": (
-        [*SPARSE, "--tokenizer-worker-num", "2"],
-        ["--tokenizer-worker-num", "2", "1"],
+    "several tokenizers of another server": (
+        [*SPARSE, "--tokenizer-worker-num", "2", "--enable-http2"],
+        ["--tokenizer-worker-num 2", "allowed: 1 with --enable-http2"],
     ),
     "gRPC": ([*SPARSE, "--smg-grpc-mode"], ["--smg-grpc-mode", "unset"]),
     "native gRPC": ([*SPARSE, "--grpc-port", "50051"], ["--grpc-port 50051", "unset"]),
