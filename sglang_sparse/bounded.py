@@ -40,12 +40,23 @@ def check_bounded(args: Any, resolved: Resolved) -> None:
             allowed=f"sglang {' or '.join(compat.TESTED_SGLANG)}",
             remedy="install a tested version, or use another method",
         )
-    if not args.disable_radix_cache:
+    shares = resolved.config.retention.kept_prefixes > 0
+    if shares and not compat.current().SHARES_STATES:
+        raise ConfigError(
+            flag="--sparse-config",
+            value=f"retention.snapshots={resolved.config.retention.kept_prefixes}",
+            problem=f"sglang {compat.sglang_version()} has no cache to share states by",
+            allowed=f"0, or sglang {compat.TESTED_SGLANG[0]}",
+            remedy="set it to 0 and add --disable-radix-cache, or install that version",
+        )
+    if args.disable_radix_cache is shares:
         raise refuse(
             "--disable-radix-cache",
-            "unset",
-            f"set with {METHOD_FLAG} {resolved.method}",
-            "add --disable-radix-cache: requests do not share states yet",
+            "set" if shares else "unset",
+            "unset if retention.snapshots is above 0, and set otherwise",
+            "drop --disable-radix-cache, or set retention.snapshots to 0"
+            if shares
+            else "add --disable-radix-cache, or set retention.snapshots to share prefixes",
         )
     for rule in BOUNDED_RULES:
         value = getattr(args, rule.field, rule.allowed[0])

@@ -29,6 +29,12 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
 
 
+def check_fits(rows: int, scratch: torch.Tensor) -> None:
+    """Raise ValueError if ``scratch``, of a workspace, has fewer than ``rows`` rows."""
+    if rows > scratch.shape[0]:
+        raise ValueError(f"batch of {rows} rows does not fit a workspace of {scratch.shape[0]}")
+
+
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless ``tensor`` has ``shape`` (-1 matches any extent)."""
     fits = tensor.dim() == len(shape) and all(

@@ -60,6 +60,10 @@ class SGLangVersion(Protocol):
         """Names of the speculative algorithms that are supported."""
 
     @property
+    def SHARES_STATES(self) -> bool:
+        """Whether requests may begin with the state of a prefix, under a bounded retention."""
+
+    @property
     def READS_KV_SCALES(self) -> frozenset[str]:
         """Dense backends whose passes all read fp8 rows by their layer's scales."""
 

@@ -227,7 +227,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "states beside a tree": (
         CASCADE,
-        ["--disable-radix-cache unset", "add --disable-radix-cache", "cascade"],
+        ["--disable-radix-cache unset", "add --disable-radix-cache", "retention.snapshots"],
     ),
     "states of two ranks": (
         [*CASCADE, "--disable-radix-cache", "--tp-size", "2"],
@@ -302,6 +302,22 @@ SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
         ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
     ),
 }
+SNAPSHOTS = [*CASCADE, "--sparse-config", '{"retention": {"snapshots": 2}}']
+REFUSALS |= (
+    {
+        "snapshots without a cache": (
+            [*SNAPSHOTS, "--disable-radix-cache"],
+            ["--disable-radix-cache set", "drop --disable-radix-cache"],
+        ),
+    }
+    if compat.current().SHARES_STATES
+    else {
+        "snapshots": (
+            SNAPSHOTS,
+            ["--sparse-config retention.snapshots=2", "allowed: 0, or sglang 0.5.17"],
+        )
+    }
+)
 if not compat.current().SPECULATIVE:
     all_refused = ["--speculative-algorithm", "allowed: unset"]
     SPECULATIVE = {name: (args, all_refused) for name, (args, _) in SPECULATIVE.items()}

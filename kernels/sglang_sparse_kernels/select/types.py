@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..common import check_fits
 from ..records import padded_blocks
 
 STREAM_SPLITS = 32
@@ -47,10 +48,7 @@ class TopkWorkspace:
 
     def rows(self, batch_size: int) -> "TopkWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.blocks.shape[0]:
-            raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.blocks.shape[0]}"
-            )
+        check_fits(batch_size, self.blocks)
         return replace(
             self,
             blocks=self.blocks[:batch_size],

@@ -59,6 +59,7 @@ _APPLICATION = f"{_SRT}.entrypoints.http_server:app"
 
 MARKER = "srt/server_args.py"
 SPECULATIVE = ("NGRAM",)
+SHARES_STATES = True
 READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 

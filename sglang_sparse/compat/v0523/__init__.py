@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.compat import shared
 from sglang_sparse.compat.protocol import Hook
+from sglang_sparse.config import ConfigError
 
 if TYPE_CHECKING:
     from sglang_sparse.graph_variants import Variant
@@ -38,6 +39,7 @@ _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
 SPECULATIVE = ()
+SHARES_STATES = False
 READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
@@ -117,5 +119,11 @@ def workers_application(name: str) -> Iterator[None]:
 
 
 def prepare_ngram_worker() -> None:
-    """Never called: speculation is refused."""
-    raise NotImplementedError("speculation is refused with this version of SGLang")
+    """Refuse: a start with speculation is refused before, since it is not tested here."""
+    raise ConfigError(
+        flag="--speculative-algorithm",
+        value="NGRAM",
+        problem="it is not tested with this version of SGLang",
+        allowed="unset",
+        remedy="start without it",
+    )
