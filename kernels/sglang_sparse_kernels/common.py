@@ -19,6 +19,8 @@ PAGE_SIZES = (16, 32, 64)
 FP8 = torch.float8_e4m3fn
 """The one quantized dtype of K and V rows."""
 
+Device = torch.device | str
+
 IMPLS: tuple[str, ...] = get_args(Impl)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common import check_fits
+from ..common import Device, check_fits
 from ..device import programs_to_fill
 
 # Measured on one H200.
@@ -45,11 +45,7 @@ class ExactWorkspace:
 
 
 def make_exact_workspace(
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_units: int,
-    device: torch.device | str,
+    max_rows: int, num_heads: int, num_kv_heads: int, max_units: int, device: Device
 ) -> ExactWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
 

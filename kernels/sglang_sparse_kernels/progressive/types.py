@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from ..common import check_choice, check_contiguous, check_dtype, check_fits, check_shape
+from ..common import Device, check_choice, check_contiguous, check_dtype, check_fits, check_shape
 from ..records import Always, Softmax
 
 Share = Literal["min", "mean"]
@@ -152,12 +152,7 @@ def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, chun
 
 
 def make_progressive_workspace(
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    chunks: int,
-    device: torch.device | str,
+    max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, chunks: int, device: Device
 ) -> ProgressiveWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
 

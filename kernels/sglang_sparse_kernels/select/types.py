@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..common import check_fits
+from ..common import Device, check_fits
 from ..records import padded_blocks
 
 STREAM_SPLITS = 32
@@ -57,11 +57,7 @@ class TopkWorkspace:
 
 
 def make_topk_workspace(
-    max_rows: int,
-    num_kv_heads: int,
-    max_units: int,
-    capacity_units: int,
-    device: torch.device | str,
+    max_rows: int, num_kv_heads: int, max_units: int, capacity_units: int, device: Device
 ) -> TopkWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
 
