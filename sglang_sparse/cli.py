@@ -230,15 +230,19 @@ def calibrate_lserve(
     ],
     report: Annotated[Path, typer.Option(help="Folder for tables, gates and pictures.")],
     finder: Annotated[
-        Literal["fisher", "gates"],
+        Literal["gradient", "gates"],
         typer.Option(
-            help="fisher: one backward pass a prompt; gates: DuoAttention's optimisation."
+            help="gradient: one backward pass a prompt; gates: DuoAttention's optimisation."
         ),
-    ] = "fisher",
+    ] = "gradient",
     check: Annotated[
         Literal["none", "leave-one-out"],
         typer.Option(help="Let each head stream alone, and compare what that does."),
     ] = "none",
+    gates: Annotated[
+        Path | None,
+        typer.Option(help="DuoAttention's TSV of gates; nothing is searched then."),
+    ] = None,
     sparsity: Annotated[float, typer.Option(help="Share of the KV heads that stream.")] = 0.5,
     sink: Annotated[int, typer.Option(help="First tokens that a streaming head sees.")] = 128,
     local: Annotated[int, typer.Option(help="Last tokens that a streaming head sees.")] = 1024,
@@ -265,7 +269,7 @@ def calibrate_lserve(
         model=model, prompts=prompts, outputs=output, report=report, finder=finder,
         sparsity=sparsity, sink=sink, local=local, check=check == "leave-one-out",
         equal_per_layer=equal_per_layer, tp=tp, steps=steps, l1=l1, count=count,
-        max_tokens=max_tokens, seed=seed, device=_calibration_device(device),
+        max_tokens=max_tokens, seed=seed, device=_calibration_device(device), gates=gates,
     )  # fmt: skip
     heads = calibrate(settings, Console(stderr=True))
     streaming = sum(map(len, heads.streaming))

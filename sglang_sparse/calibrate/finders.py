@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What finds streaming heads: Fisher information of gates, trained gates, and leaving heads out.
+"""What finds streaming heads: slopes by gates, trained gates, and leaving heads out.
 
 Each works on one prompt, or step, at a time, so that a run can be interrupted and go on.
 """
@@ -14,24 +14,26 @@ from torch import Tensor
 from sglang_sparse.calibrate.gates import GatedModel
 
 
-def fisher_information(model: GatedModel, ids: list[int], generator: torch.Generator) -> Tensor:
-    """fp64 [layers, KV heads]: how much the last hidden states tell of each gate at 1.
+def log_odds_slopes(model: GatedModel, ids: list[int], generator: torch.Generator) -> Tensor:
+    """fp64 [layers, KV heads]: squared slope of the predictions' log odds by each gate at 1.
 
-    For states that are observed with unit Gaussian noise, the information of a gate is the squared
-    norm of the states' derivative by it: the curvature of DuoAttention's distillation loss where
-    it is 0. One backward pass estimates it without bias, as the square of the derivative along a
-    random direction. States do not saturate, as the loss of a prediction that is certain does.
+    The log odds are those of the likeliest token against all others, at each judged position. One
+    backward pass takes the slope of their sum under random signs; its square is, in the mean over
+    signs, the sum over positions of the squared slopes. Log odds do not saturate, as the loss of a
+    prediction that is certain does, and leave out what of a hidden state no prediction shows.
 
     Args:
         model: all gates are 1.
         ids: a prompt.
-        generator: of the direction, on the CPU.
+        generator: of the signs, on the CPU.
     """
     gates = model.ones().requires_grad_()
-    states = model.hidden(model.tokens(ids), gates)
-    direction = torch.randn(states.shape, generator=generator).to(states.device)
-    (derivative,) = torch.autograd.grad((states * direction).sum(), gates)
-    return derivative.double().cpu().square()
+    predicted = model.predictions(model.tokens(ids), gates)
+    own, likeliest = predicted.max(-1, keepdim=True)
+    others = predicted.scatter(-1, likeliest, -torch.inf).logsumexp(-1)
+    signs = torch.randint(0, 2, others.shape, generator=generator).to(others.device) * 2 - 1
+    (slopes,) = torch.autograd.grad(((own[:, 0] - others) * signs).sum(), gates)
+    return slopes.double().cpu().square()
 
 
 @torch.no_grad()
@@ -96,7 +98,7 @@ class GateTraining:
         tokens = model.tokens(ids)
         with torch.no_grad():
             dense = model.hidden(tokens)
-        gates = self.gates.to(model.device).requires_grad_()
+        gates = self.gates.to(model.device, copy=True).requires_grad_()
         states = model.hidden(tokens, gates)
         loss = (states - dense).square().mean() / dense.square().mean()
         (slope,) = torch.autograd.grad(loss + self.l1 * gates.mean(), gates)

@@ -83,12 +83,18 @@ def measure_arms(model: GatedModel, found: Found, *, length: int, seed: int) -> 
     suite = TaskSuite(HuggingFaceEncoder(model.tokenizer), "heldout")
     samples = suite.samples(ARM_TASK, length, ARM_SAMPLES, seed)
     chosen = found.mask()
-    masks = {"dense": torch.zeros_like(chosen), "chosen": chosen}
-    generator = torch.Generator().manual_seed(seed)
-    for draw in range(1, RANDOM_DRAWS + 1):
-        order = torch.randperm(chosen.numel(), generator=generator)
-        masks[f"random {draw}"] = chosen.flatten()[order].view(chosen.shape)
+    masks = {"dense": torch.zeros_like(chosen), "chosen": chosen, **drawn_heads(chosen, seed)}
     return [_arm(model, name, mask, samples) for name, mask in masks.items()]
+
+
+def drawn_heads(chosen: Tensor, seed: int) -> dict[str, Tensor]:
+    """As many heads as in ``chosen`` [layers, KV heads], drawn at random a few times, by name."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = (torch.randperm(chosen.numel(), generator=generator) for _ in range(RANDOM_DRAWS))
+    return {
+        f"random {draw}": chosen.flatten()[order].view(chosen.shape)
+        for draw, order in enumerate(orders, start=1)
+    }
 
 
 @torch.no_grad()

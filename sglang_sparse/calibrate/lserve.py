@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from sglang_sparse.calibrate.finders import GateTraining, fisher_information, leave_one_out
+from sglang_sparse.calibrate.finders import GateTraining, leave_one_out, log_odds_slopes
 from sglang_sparse.calibrate.gates import JUDGED, GatedModel
 from sglang_sparse.calibrate.heads_report import Found, measure_arms, write_report
 from sglang_sparse.calibrate.outputs import (
@@ -29,6 +29,8 @@ from sglang_sparse.calibrate.outputs import (
     write_preset,
 )
 from sglang_sparse.calibrate.prompts import Prompts, load_prompts
+from sglang_sparse.choices.choice import InvalidConfig
+from sglang_sparse.choices.heads._files import read_gates
 from sglang_sparse.config import (
     ConfigError,
     Geometry,
@@ -41,7 +43,7 @@ from sglang_sparse.config import (
 METHOD = "lserve"
 _STEPS_A_SAVE = 10
 
-Finder = Literal["fisher", "gates"]
+Finder = Literal["gradient", "gates"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Settings:
         outputs: presets to write; what they hold beside heads and geometry stays.
         report: folder of tables and pictures, and of what an interrupted run has so far.
         finder: see :mod:`.finders`.
+        gates: gates of others in DuoAttention's format, in place of a finder; None for none.
         sparsity: share of the heads that stream.
         sink, local: what a streaming head sees.
         check: leave each head out alone, and compare.
@@ -69,7 +72,7 @@ class Settings:
     prompts: Path | None
     outputs: Sequence[Path]
     report: Path
-    finder: Finder = "fisher"
+    finder: Finder = "gradient"
     sparsity: float = 0.5
     sink: int = 128
     local: int = 1024
@@ -82,6 +85,7 @@ class Settings:
     max_tokens: int = 8192
     seed: int = 0
     device: str = "cpu"
+    gates: Path | None = None
 
 
 @dataclass
@@ -91,12 +95,12 @@ class Progressed:
     Attributes:
         found: prompts that the finder has seen; of "gates" it is 0.
         checked: prompts on which heads were left out.
-        fisher: sum of squares of derivatives, [layers, KV heads].
+        slopes: sum of squared slopes, [layers, KV heads].
         divergence: sum of the divergences of heads that were left out, [layers, KV heads].
         training: of the finder "gates", as :class:`GateTraining` has it; else None.
     """
 
-    fisher: Tensor
+    slopes: Tensor
     divergence: Tensor
     found: int = 0
     checked: int = 0
@@ -116,6 +120,7 @@ def calibrate(settings: Settings, console: Console) -> StreamingHeads:
         check_writable(flag, path)
     model = GatedModel(settings.model, settings.device, sink=settings.sink, local=settings.local)
     _check_numbers(settings, model.geometry, bases)
+    given = None if settings.gates is None else _given_gates(settings.gates, model.geometry)
     prompts = load_prompts(
         settings.prompts,
         model.tokenizer,
@@ -125,14 +130,14 @@ def calibrate(settings: Settings, console: Console) -> StreamingHeads:
         seed=settings.seed,
     )
     done = _measure(settings, model, prompts, console)
-    scores = _scores(settings, done)
+    scores = _scores(settings, done) if given is None else given
     chosen = choose(settings, scores)
     found = Found(
         scores=scores,
         gates=gates_of(settings, scores),
         streaming=chosen,
         divergence=done.divergence / done.checked if settings.check else None,
-        finder=settings.finder,
+        finder="file" if given is not None else settings.finder,
     )
     console.print("comparing dense, these heads, and heads drawn at random")
     arms = measure_arms(model, found, length=prompt_length(prompts), seed=settings.seed)
@@ -172,7 +177,7 @@ def choose(settings: Settings, scores: Tensor) -> list[list[int]]:
 
 def gates_of(settings: Settings, scores: Tensor) -> Tensor:
     """Return gates in [0, 1] for DuoAttention's file: trained ones, else ranks of the scores."""
-    if settings.finder == "gates":
+    if settings.finder == "gates" or settings.gates is not None:
         return scores.clamp(0.0, 1.0)
     order = scores.flatten().sort(stable=True).indices
     ranks = torch.empty_like(scores.flatten())
@@ -186,7 +191,7 @@ def _scores(settings: Settings, done: Progressed) -> Tensor:
         assert done.training is not None
         gates: Tensor = done.training["gates"]
         return gates.double()
-    return (done.fisher / done.found).sqrt()
+    return (done.slopes / done.found).sqrt()
 
 
 def _measure(
@@ -199,6 +204,7 @@ def _measure(
             "prompts": hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest(),
             "window": [settings.sink, settings.local],
             "finder": [settings.finder, settings.steps, settings.l1, settings.seed],
+            "given": settings.gates is not None,
             "device": settings.device,
         },
     )
@@ -213,14 +219,16 @@ def _measure(
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        if settings.finder == "gates":
+        if settings.gates is not None:
+            pass  # found by others
+        elif settings.finder == "gates":
             _train(settings, model, prompts, done, save, progress)
         else:
-            task = progress.add_task("fisher: prompts", total=len(prompts.ids))
+            task = progress.add_task("gradient: prompts", total=len(prompts.ids))
             progress.advance(task, done.found)
             for index, ids in enumerate(prompts.ids[done.found :], start=done.found):
                 generator = torch.Generator().manual_seed(settings.seed * 100_003 + index)
-                done.fisher += fisher_information(model, ids, generator)
+                done.slopes += log_odds_slopes(model, ids, generator)
                 done.found += 1
                 save()
                 progress.advance(task)
@@ -271,7 +279,9 @@ def _heads(
         local=settings.local,
         streaming=tuple(map(tuple, chosen)),
         model=HeadsModel(**geometry.model_dump()),
-        calibration=HeadsCalibration(
+        calibration="published"
+        if settings.gates is not None
+        else HeadsCalibration(
             finder=settings.finder,
             prompts=len(prompts.ids),
             prompts_sha256=prompts.sha256,
@@ -280,6 +290,25 @@ def _heads(
             equal_per_layer=settings.equal_per_layer,
             tp=settings.tp,
         ),
+    )
+
+
+def _given_gates(path: Path, geometry: Geometry) -> Tensor:
+    """fp64 [layers, KV heads], the gates that a TSV holds."""
+    shape = (geometry.num_hidden_layers, geometry.num_key_value_heads)
+    try:
+        gates = torch.tensor(read_gates(path), dtype=torch.float64)
+        problem = f"it has {gates.shape[0]} layers of {gates.shape[1]} KV heads"
+    except InvalidConfig as error:
+        gates, problem = torch.empty(0), error.problem
+    if gates.shape == shape:
+        return gates
+    raise ConfigError(
+        flag="--gates",
+        value=str(path),
+        problem=problem,
+        allowed=f"a TSV of {shape[0]} lines with {shape[1]} gates from 0 to 1 each",
+        remedy="name the gates of this model, or drop --gates",
     )
 
 

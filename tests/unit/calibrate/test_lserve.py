@@ -17,7 +17,7 @@ from scipy.stats import spearmanr
 from typer.testing import CliRunner
 
 from sglang_sparse.calibrate import finders, heads_report, lserve
-from sglang_sparse.calibrate.finders import GateTraining, fisher_information, leave_one_out
+from sglang_sparse.calibrate.finders import GateTraining, leave_one_out, log_odds_slopes
 from sglang_sparse.calibrate.gates import JUDGED, GatedModel, windowed_attention
 from sglang_sparse.choices.heads._files import read_heads
 from sglang_sparse.cli import app
@@ -28,6 +28,7 @@ MODEL = configs_dir() / "reference" / "model"
 RUN = CliRunner()
 SINK, LOCAL, LENGTH = 16, 64, 400
 SHAPE = (6, 4)
+OTHER_SHAPE = "0.1\t0.2\t0.3\t0.4\n" * 2
 
 
 @pytest.fixture(autouse=True)
@@ -123,16 +124,16 @@ def test_every_finder_finds_a_planted_head(planted: tuple[int, int]) -> None:
     model = planted_model(*planted)
     ids = [prompt(LENGTH, seed) for seed in range(3)]
     generator = torch.Generator().manual_seed(0)
-    fisher = sum(fisher_information(model, one, generator) for one in ids)
+    slopes = sum(log_odds_slopes(model, one, generator) for one in ids)
     left_out = leave_one_out(model, ids[0])
     training = GateTraining.start(model, steps=60, l1=0.05)
     for step in range(60):
         training.advance(model, ids[step % 3])
-    for scores in (fisher, left_out, training.gates):
+    for scores in (slopes, left_out, training.gates):
         assert divmod(int(scores.argmax()), SHAPE[1]) == planted
     others = torch.ones(SHAPE, dtype=torch.bool)
     others[planted] = False
-    assert (fisher[others] == 0).all()
+    assert (slopes[others] == 0).all()
     assert (left_out[others] == 0).all()
     assert (training.gates[others] < training.gates[planted] - 0.3).all()
 
@@ -165,7 +166,7 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates == [0.01, *[0.02] * 8, 0.01]
 
 
-@pytest.mark.parametrize("finder", ["fisher", "gates"])
+@pytest.mark.parametrize("finder", ["gradient", "gates"])
 def test_an_interrupted_run_goes_on_and_ends_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finder: str
 ) -> None:
@@ -185,7 +186,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
     with pytest.raises(KeyboardInterrupt):
         lserve.calibrate(again, quiet)
     assert not again.outputs[0].exists()
-    monkeypatch.setattr(lserve, "fisher_information", None)  # done, and not done again
+    monkeypatch.setattr(lserve, "log_odds_slopes", None)  # done, and not done again
     monkeypatch.setattr(GateTraining, "advance", None)
     assert lserve.calibrate(again, quiet) == whole
     assert len(runs) == 4
@@ -208,7 +209,7 @@ def test_a_calibration_writes_a_preset_that_serves_gates_and_a_report(tmp_path: 
     config = resolve("lserve", str(tmp_path / "lserve.json"), geometry)
     heads = config.heads
     assert (heads.kind, heads.window, len(heads.streaming)) == ("streaming", (64, 128), 6)
-    assert (heads.calibration.finder, heads.calibration.prompts) == ("fisher", 2)
+    assert (heads.calibration.finder, heads.calibration.prompts) == ("gradient", 2)
     assert config.score.select == 64
     # The same heads by DuoAttention's file.
     gates = read_heads(tmp_path / "report" / heads_report.DUO_ATTENTION_FILE, 0.5)
@@ -254,6 +255,37 @@ def test_an_existing_preset_keeps_all_but_its_heads(tmp_path: Path) -> None:
     }
 
 
+def test_gates_of_others_choose_the_heads(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(9)
+    gates = torch.rand(SHAPE, generator=random)
+    file = tmp_path / "theirs.tsv"
+    file.write_text(heads_report.gates_text(gates.tolist()))
+    asked = settings(tmp_path, gates=file, equal_per_layer=True, check=True)
+    heads = lserve.calibrate(asked, Console(quiet=True))
+    least = gates.argsort(1)[:, :2].sort(1).values
+    assert heads.streaming == tuple(map(tuple, least.tolist()))
+    assert heads.calibration == "published"
+    assert (asked.report / heads_report.DUO_ATTENTION_FILE).read_text() == file.read_text()
+    rows = list(csv.DictReader((asked.report / "correlation.csv").open()))
+    assert [row["finder"] for row in rows] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (OTHER_SHAPE, "it has 2 layers of 4 KV heads"),
+        (OTHER_SHAPE * 3 + "0.1\n", "lines of different lengths"),
+        (OTHER_SHAPE * 2 + "0.1\t0.2\t0.3\t1.4\n" * 2, "holds the gate 1.4"),
+    ],
+)
+def test_gates_of_another_model_are_refused(tmp_path: Path, content: str, problem: str) -> None:
+    file = tmp_path / "theirs.tsv"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=problem) as caught:
+        lserve.calibrate(settings(tmp_path, gates=file), Console(quiet=True))
+    assert str(caught.value).startswith(f"--gates {file}")
+
+
 @pytest.mark.parametrize(
     ("changes", "start"),
     [
@@ -268,6 +300,7 @@ def test_an_existing_preset_keeps_all_but_its_heads(tmp_path: Path) -> None:
         ({"model": "/nowhere"}, "--model /nowhere"),
         ({"outputs": [Path("lserve.txt")]}, "--output lserve.txt"),
         ({"prompts": Path("/nowhere.jsonl")}, "--prompts /nowhere.jsonl"),
+        ({"gates": Path("/nowhere.tsv")}, "--gates /nowhere.tsv"),
     ],
 )
 def test_what_cannot_be_calibrated_is_told_in_one_line(
