@@ -17,7 +17,7 @@ from sglang_sparse.choices.heads._files import read_heads
 from sglang_sparse.choices.interfaces import HeadsChoice, Point
 
 
-def calibration_command(model: str) -> str:
+def heads_command(model: str) -> str:
     """Return the command that finds the streaming heads of a model."""
     outputs = "--output lserve.json --report lserve-report"
     return f"sglang-sparse calibrate lserve --model {shlex.quote(model)} {outputs}"
@@ -131,7 +131,7 @@ class StreamingHeads(HeadsChoice):
 
     def how_to_measure(self, model: str, method: str) -> str:
         return (
-            f"run `{calibration_command(model)}`, then use --sparse-config lserve.json; or set "
+            f"run `{heads_command(model)}`, then use --sparse-config lserve.json; or set "
             "heads.file to a TSV of DuoAttention's gates of the model"
         )
 
@@ -169,7 +169,7 @@ class StreamingHeads(HeadsChoice):
 
     def check_model(self, model: ModelShape) -> None:
         remedy = (
-            f"correct heads.file or heads.streaming, or run `{calibration_command(model.name)}`"
+            f"correct heads.file or heads.streaming, or run `{heads_command(model.name)}`"
         )
         if self.model is not None and not self.model.fits(model):
             raise InvalidConfig(
