@@ -103,7 +103,7 @@ class GateTraining:
         loss = (states - dense).square().mean() / dense.square().mean()
         (slope,) = torch.autograd.grad(loss + self.l1 * gates.mean(), gates)
         self._update(slope.cpu())
-        return float(loss)
+        return float(loss.detach())
 
     def _update(self, slope: Tensor) -> None:
         rate = self.rate()

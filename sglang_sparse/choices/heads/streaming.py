@@ -168,9 +168,7 @@ class StreamingHeads(HeadsChoice):
                     )
 
     def check_model(self, model: ModelShape) -> None:
-        remedy = (
-            f"correct heads.file or heads.streaming, or run `{heads_command(model.name)}`"
-        )
+        remedy = f"correct heads.file or heads.streaming, or run `{heads_command(model.name)}`"
         if self.model is not None and not self.model.fits(model):
             raise InvalidConfig(
                 f"the heads are of {self.model.name} ({self.model.num_hidden_layers} layers, "

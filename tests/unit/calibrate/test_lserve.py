@@ -84,7 +84,7 @@ def test_a_window_is_causal_attention_under_a_mask() -> None:
 def prompt(length: int, seed: int) -> list[int]:
     """Random words, so that no head has an easy time."""
     return torch.randint(
-        300, 4000, (length,), generator=torch.Generator().manual_seed(seed)
+        300, 2000, (length,), generator=torch.Generator().manual_seed(seed)
     ).tolist()
 
 
@@ -155,7 +155,7 @@ def test_gates_are_those_of_torchs_adamw() -> None:
         adam.step()
         with torch.no_grad():
             gates.clamp_(0.0, 1.0)
-        assert training.advance(model, ids[step % 2]) == pytest.approx(float(loss), rel=1e-4)
+        assert training.advance(model, ids[step % 2]) == pytest.approx(loss.item(), rel=1e-4)
     # Where a slope is nearly 0, its sign decides the first steps.
     torch.testing.assert_close(training.gates, gates.detach(), atol=1e-3, rtol=0)
 
@@ -188,7 +188,9 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
     assert not again.outputs[0].exists()
     monkeypatch.setattr(lserve, "log_odds_slopes", None)  # done, and not done again
     monkeypatch.setattr(GateTraining, "advance", None)
-    assert lserve.calibrate(again, quiet) == whole
+    # The model is called by the folder of its preset.
+    own = {"model"}
+    assert lserve.calibrate(again, quiet).model_dump(exclude=own) == whole.model_dump(exclude=own)
     assert len(runs) == 4
     report = {p.name: p.read_bytes() for p in (tmp_path / "whole" / "report").glob("*.*sv")}
     assert len(report) == 4

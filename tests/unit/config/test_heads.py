@@ -141,7 +141,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "heads.json", {"streaming": SIX, "model": other})
     with pytest.raises(ConfigError, match=r"the heads are of other .*, not of small") as caught:
         config_with({"file": file})
-    assert "take DuoAttention's gates of this model" in str(caught.value)
+    assert "run `sglang-sparse calibrate lserve --model small" in str(caught.value)
 
 
 @pytest.mark.parametrize(

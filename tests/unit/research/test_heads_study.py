@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from scipy.stats import spearmanr
 
 from sglang_sparse.config import configs_dir, load_preset
 from sglang_sparse.research import heads_study
@@ -84,3 +86,20 @@ def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> No
         assert mean["found"] >= mean["dense"] - 2, length
         for arm in ("random 1", "random 2", "random 3"):
             assert mean[arm] < mean["dense"] - 20, (length, arm)
+
+
+# The nine KV heads that the reference model's answers rest on (the ablation in its card).
+RETRIEVAL = {(1, 2), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2), (4, 0), (4, 1)}
+
+
+@pytest.mark.parametrize("folder", [REPORT, REPORT / "gates"])
+def test_each_finder_agrees_with_leaving_heads_out_and_keeps_the_retrieval_heads(
+    folder: Path,
+) -> None:
+    truth, rows = (list(csv.DictReader((place / "heads.csv").open())) for place in (REPORT, folder))
+    scores = [float(row["score"]) for row in rows]
+    left_out = [float(row["divergence left out"]) for row in truth]
+    assert spearmanr(scores, left_out).statistic >= 0.8
+    streams = {(int(row["layer"]), int(row["head"])) for row in rows if row["streams"] == "1"}
+    assert len(streams) == 12
+    assert not streams & RETRIEVAL
