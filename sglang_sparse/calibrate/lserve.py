@@ -29,15 +29,15 @@ from sglang_sparse.calibrate.outputs import (
     write_preset,
 )
 from sglang_sparse.calibrate.prompts import Prompts, load_prompts
-from sglang_sparse.choices.choice import InvalidConfig
-from sglang_sparse.choices.heads._files import read_gates
 from sglang_sparse.config import (
     ConfigError,
     Geometry,
     HeadsCalibration,
     HeadsModel,
+    InvalidConfig,
     SparseConfig,
     StreamingHeads,
+    read_gates,
 )
 
 METHOD = "lserve"
