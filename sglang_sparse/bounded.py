@@ -44,12 +44,15 @@ def check_bounded(args: Any, resolved: Resolved) -> None:
             allowed=f"sglang {' or '.join(SGLANG)}",
             remedy="install that version, or use another method",
         )
-    if not args.disable_radix_cache:
+    shares = resolved.config.retention.kept_prefixes > 0
+    if args.disable_radix_cache is shares:
         raise refuse(
             "--disable-radix-cache",
-            "unset",
-            f"set with {METHOD_FLAG} {resolved.method}",
-            "add --disable-radix-cache: requests do not share states yet",
+            "set" if shares else "unset",
+            "unset if retention.snapshots is above 0, and set otherwise",
+            "drop --disable-radix-cache, or set retention.snapshots to 0"
+            if shares
+            else "add --disable-radix-cache, or set retention.snapshots to share prefixes",
         )
     for rule in BOUNDED_RULES:
         value = getattr(args, rule.field, rule.allowed[0])

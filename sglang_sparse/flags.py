@@ -134,8 +134,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     check_bounded(args, resolved)
     check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
-    if not resolved.config.retention.bounded:
-        args.radix_cache_backend = BACKEND
+    args.radix_cache_backend = BACKEND
     return SparseLaunch(resolved)
 
 

@@ -18,27 +18,37 @@ from sglang_sparse.checks import refuse
 from sglang_sparse.launch import bounded_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.choices.interfaces import RetentionChoice
+    from sglang_sparse.choices.interfaces import BoundedRetention
 
 # As many requests as SGLang itself would run at most, however small their states are.
 MOST_SLOTS = 4096
 _INT32_BYTES = FLOAT_BYTES = 4
 
 
-def slot_bytes(retention: RetentionChoice, configurator: Any) -> int:
-    """Device bytes of one more running request: its state, its logits, its row of token slots."""
+def _state_bytes(retention: BoundedRetention, configurator: Any) -> int:
     from sglang_sparse_kernels.cascade import state_bytes
 
-    model, shape = configurator.model_config, retention.shape()
-    state = state_bytes(
-        shape,
+    model = configurator.model_config
+    return state_bytes(
+        retention.shape(),
         layers=configurator.layer_info.num_effective_layers,
         kv_heads=model.get_num_kv_heads(1),
         dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
     )
-    logits = model.num_attention_heads * shape.rows * FLOAT_BYTES
-    return int(state + logits + model.context_len * _INT32_BYTES)
+
+
+def slot_bytes(retention: BoundedRetention, configurator: Any) -> int:
+    """Device bytes of one more running request: its state, its logits, its row of token slots."""
+    model = configurator.model_config
+    logits = model.num_attention_heads * retention.shape().rows * FLOAT_BYTES
+    rows = model.context_len * _INT32_BYTES
+    return int(_state_bytes(retention, configurator) + logits + rows)
+
+
+def snapshot_bytes(retention: BoundedRetention, configurator: Any) -> int:
+    """Device bytes of the states of prefixes."""
+    return retention.kept_prefixes * _state_bytes(retention, configurator)
 
 
 def resolve_pool_config(
@@ -55,16 +65,17 @@ def resolve_pool_config(
         return original(configurator, pre_model_load_memory)
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 
-    each = slot_bytes(retention, configurator)
-    fit = configurator._profile_available_bytes(pre_model_load_memory) // each
+    each, kept = slot_bytes(retention, configurator), snapshot_bytes(retention, configurator)
+    free = configurator._profile_available_bytes(pre_model_load_memory) - kept
+    fit = max(0, free // each)
     slots = min(fit, MOST_SLOTS) if args.max_running_requests is None else args.max_running_requests
     if not 0 < slots <= fit:
         raise refuse(
             "--max-running-requests",
             args.max_running_requests,
             f"1 to {fit}" if fit else "more memory",
-            f"a state slot takes {each / 2**20:.1f} MiB: lower retention.window or "
-            "--max-running-requests, or raise --mem-fraction-static",
+            f"a state slot takes {each / 2**20:.1f} MiB: lower retention.window, "
+            "retention.snapshots or --max-running-requests, or raise --mem-fraction-static",
         )
     page = args.page_size
     tokens = slots * (-(-configurator.model_config.context_len // page) + 1) * page
@@ -90,6 +101,7 @@ def build_token_to_kv_pool(
         sizes.max_total_num_tokens,
         shape=retention.shape(),
         slots=sizes.max_running_requests,
+        snapshots=retention.kept_prefixes,
         page_size=configurator.pool_page_size,
         dtype=configurator.kv_cache_dtype,
         head_num=model.get_num_kv_heads(1),

@@ -12,13 +12,16 @@ Seams (under `sglang/srt/mem_cache/`, sglang 0.5.17): `memory_pool.py: NoOpMHATo
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import NoOpMHATokenToKVPool
 
 from sglang_sparse_kernels.cascade import CascadeShape, CascadeState, make_cascade_state
+from sglang_sparse_radix.snapshots import SnapshotStore
+
+Row = TypeVar("Row", int, torch.Tensor)
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +34,17 @@ class StateKVPool(NoOpMHATokenToKVPool):
     Attributes:
         state: keys, values and scores of all layers and slots.
         slots: requests that it holds.
+        snapshots: states of prefixes, in slots behind those of requests.
     """
 
     state: CascadeState
 
-    def __init__(self, *args: Any, shape: CascadeShape, slots: int, **kwargs: Any) -> None:
-        """Takes what `MHATokenToKVPool` takes, the cache's shape, and the number of slots."""
-        self._shape, self.slots = shape, slots
+    def __init__(
+        self, *args: Any, shape: CascadeShape, slots: int, snapshots: int, **kwargs: Any
+    ) -> None:
+        """Takes what `MHATokenToKVPool` takes, the cache's shape, and the numbers of slots."""
+        self._shape, self.slots, self._all = shape, slots, slots + snapshots
+        self.snapshots = SnapshotStore(range(slots, self._all))
         super().__init__(*args, **kwargs)
 
     def _create_buffers(self) -> None:
@@ -46,7 +53,7 @@ class StateKVPool(NoOpMHATokenToKVPool):
             self.state = make_cascade_state(
                 self._shape,
                 layers=self.layer_num,
-                slots=self.slots,
+                slots=self._all,
                 kv_heads=self.head_num,
                 dim=self.head_dim,
                 dtype=self.store_dtype,
@@ -65,9 +72,10 @@ class StateKVPool(NoOpMHATokenToKVPool):
     def _finalize_allocation_log(self, num_tokens: int) -> None:
         self.mem_usage = self.state.nbytes / _GIB
         logger.info(
-            "State slots are allocated. #slots: %d, tokens held a slot: %d, size: %.2f GB; SGLang "
-            "counts %d tokens, which take no memory",
+            "State slots are allocated. #slots: %d of requests and %d of prefixes, tokens held a "
+            "slot: %d, size: %.2f GB; SGLang counts %d tokens, which take no memory",
             self.slots,
+            self._all - self.slots,
             self._shape.rows,
             self.mem_usage,
             num_tokens,
@@ -81,6 +89,12 @@ class StateKVPool(NoOpMHATokenToKVPool):
         """The state of a layer, named by its global id."""
         return self.state.by_layer[layer - self.start_layer]
 
-    def slots_of(self, request_rows: torch.Tensor) -> torch.Tensor:
-        """State slots of rows of SGLang's request table; -1 of row 0, which is padding."""
-        return request_rows - 1
+    def copy_slot(self, source: int, target: int) -> None:
+        """Copy the state of all layers from one slot to another."""
+        for tensor in (self.state.k, self.state.v, self.state.scores):
+            tensor[:, target].copy_(tensor[:, source])
+
+    @staticmethod
+    def slot_of(request_row: Row) -> Row:
+        """State slot of a row of SGLang's request table, or of each; -1 of row 0, padding."""
+        return request_row - 1

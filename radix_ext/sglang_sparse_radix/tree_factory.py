@@ -23,6 +23,8 @@ from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 from sglang_sparse_radix.radix_cache import SparseRadixCache
 from sglang_sparse_radix.refusals import find_unsupported
+from sglang_sparse_radix.snapshots import SnapshotCache
+from sglang_sparse_radix.state_pool import StateKVPool
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -50,14 +52,20 @@ def create_sparse_radix_cache(
 
     Returns:
         The tree; with `--disable-radix-cache` what SGLang itself would build, since planes need
-        none.
+        none; on a pool of state slots, a cache of snapshots.
 
     Raises:
         ValueError: one line naming the setting, its value, what is allowed and what to do.
     """
-    problem = find_unsupported(cache_class.flags(ctx.server_args)) or _unsupported_build(ctx)
+    pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    states = isinstance(pool, StateKVPool)
+    problem = find_unsupported(cache_class.flags(ctx.server_args))
+    if not states:
+        problem = problem or _unsupported_build(ctx)
     if problem is not None:
         raise ValueError(problem)
+    if states and not ctx.disable_radix_cache:
+        return SnapshotCache(ctx.params, pool.snapshots)
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     of_request = partial(sparse_from, ctx.server_args)

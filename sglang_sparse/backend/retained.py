@@ -20,6 +20,7 @@ from sglang_sparse import __version__, compat, pools
 from sglang_sparse.backend.rotation import rotation_table
 from sglang_sparse.backend.runner import check_layers, launch_of_runner
 from sglang_sparse.checks import check_keywords, refuse
+from sglang_sparse.launch import bounded_of
 from sglang_sparse_kernels.cascade import (
     CascadeBatch,
     append_tokens,
@@ -28,6 +29,7 @@ from sglang_sparse_kernels.cascade import (
     make_cascade_workspace,
 )
 from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_radix.snapshots import Snapshot, token_bytes
 from sglang_sparse_radix.state_pool import StateKVPool
 
 if TYPE_CHECKING:
@@ -47,14 +49,16 @@ class Part:
     Attributes:
         tokens: which of the batch's tokens they are.
         rows: the requests.
-        before: int32 [rows], tokens of each request before them.
+        before: int32 [rows], tokens of each request before them; read where a stride closes.
         closes: whether the stride of any request is closed first.
+        kept: before that, states that are kept as snapshots: their slots, and to which slots.
     """
 
     tokens: slice
     rows: CascadeBatch
     before: torch.Tensor
     closes: bool
+    kept: tuple[tuple[int, int], ...] = ()
 
 
 class RetainedAttentionBackend(AttentionBackend):
@@ -76,7 +80,8 @@ class RetainedAttentionBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         assert isinstance(pool, StateKVPool), "the hook on the pool is verified above"
         check_layers(runner)
-        retention = self._launch.config.retention
+        retention = bounded_of(runner.server_args)
+        assert retention is not None, "the backend's factory asks for it"
         self._impl = pools.implementation(compat.resolved(runner.server_args).device)
         self._pool, self._shape, self._average = pool, retention.shape(), retention.average()
         self._cos_sin = rotation_table(runner, self._shape.rows)
@@ -89,6 +94,8 @@ class RetainedAttentionBackend(AttentionBackend):
         self.max_context_len = int(runner.model_config.context_len)
         self._decode = self._rows(pool.slots)
         self._parts: list[Part] = []
+        self._slots: list[int] = []
+        self._prompts: list[tuple[Sequence[int], Any]] = []
         self.forward_metadata: Any = None
         # Compiles what runs at the end of a stride: the first one must not wait for it.
         padding = self._rows(1)
@@ -121,9 +128,24 @@ class RetainedAttentionBackend(AttentionBackend):
     # Planning, once a batch.
 
     def take_batch(self, reqs: Sequence[Any], forward_batch: ForwardBatch) -> None:
-        """Tell the model position 0 for every token, where it rotates by nothing."""
+        """Tell the model position 0 for every token; copy snapshots that requests begin with."""
         if forward_batch.positions is not None:
             forward_batch.positions.zero_()
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return
+        row_of = compat.current().request_row
+        self._slots = [self._pool.slot_of(row_of(req)) for req in reqs]
+        if not self._pool.snapshots.capacity:
+            return
+        self._prompts = [(req.origin_input_ids + req.output_ids, req.extra_key) for req in reqs]
+        prefixes = forward_batch.extend_prefix_lens_cpu
+        assert prefixes is not None
+        for req, slot, prefix in zip(reqs, self._slots, prefixes, strict=True):
+            found = req.last_node
+            # Later chunks of the same request have longer prefixes.
+            if isinstance(found, Snapshot) and prefix == found.length:
+                self._pool.copy_slot(found.slot, slot)
+                self._pool.snapshots.restored += 1
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Eager entry: plan a batch."""
@@ -136,39 +158,57 @@ class RetainedAttentionBackend(AttentionBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Graph entry: fill the rows that the graph reads; strides close ahead of it."""
-        self._plan_decode(forward_batch)
+        self._plan_decode(forward_batch, in_capture=in_capture)
 
-    def _plan_decode(self, forward_batch: ForwardBatch) -> None:
+    def _plan_decode(self, forward_batch: ForwardBatch, *, in_capture: bool = False) -> None:
         count, rows = forward_batch.batch_size, self._decode
-        slots = self._pool.slots_of(forward_batch.req_pool_indices)
-        rows.slots[:count].copy_(slots)
+        rows.slots[:count].copy_(self._pool.slot_of(forward_batch.req_pool_indices))
         rows.seq_lens[:count].copy_(forward_batch.seq_lens)
         batch = CascadeBatch(rows.slots[:count], rows.seq_lens[:count], rows.first[: count + 1], 1)
+        self._parts = [Part(slice(0, count), batch, batch.seq_lens, closes=False)]
+        if in_capture:  # rows are padding
+            return
         lengths = forward_batch.seq_lens_cpu
         assert lengths is not None, "needs_cpu_seq_lens asks for them"
         closing = [i for i, n in enumerate(lengths.tolist()) if self._shape.closes(n - 1)]
-        self._parts = [Part(slice(0, count), batch, batch.seq_lens - 1, closes=False)]
         if closing:
             at = torch.tensor(closing, device=self.device)
             self._close(self._pool.state, batch.slots[at], batch.seq_lens[at] - 1)
 
     def _plan_extend(self, forward_batch: ForwardBatch) -> None:
-        slots = self._pool.slots_of(forward_batch.req_pool_indices).tolist()
         prefixes, lengths = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         assert prefixes is not None
         assert lengths is not None
+        # A batch without requests is SGLang's own, to warm up.
+        slots, self._slots = self._slots or [-1] * len(lengths), []
+        prompts, self._prompts = self._prompts, []
         self._parts, start = [], 0
         taken: list[tuple[int, int, int]] = []
-        for slot, prefix, new in zip(slots, prefixes, lengths, strict=True):
-            for i, (begin, end) in enumerate(self._shape.cut(prefix, prefix + new)):
-                if i and taken:  # a request has one row in a part
-                    start = self._add_part(taken, start)
-                    taken = []
+        kept: list[tuple[int, int]] = []
+        for row, (slot, prefix, new) in enumerate(zip(slots, prefixes, lengths, strict=True)):
+            cuts = self._shape.cut(prefix, prefix + new)
+            for i, (begin, end) in enumerate(cuts):
+                if i:  # a request has one row in a part
+                    start = self._add_part(taken, kept, start)
+                    taken, kept = [], []
                 taken.append((slot, begin, end))
+            # The deepest close of this batch: what comes later begins with the most.
+            if prompts and self._shape.closes(begin):
+                kept += self._snapshot(slot, *prompts[row], begin)
         if taken:
-            self._add_part(taken, start)
+            self._add_part(taken, kept, start)
 
-    def _add_part(self, taken: list[tuple[int, int, int]], start: int) -> int:
+    def _snapshot(
+        self, slot: int, ids: Sequence[int], extra_key: Any, length: int
+    ) -> list[tuple[int, int]]:
+        """(slot, slot of the snapshot) of a request's first ``length`` tokens, if it is new."""
+        store = self._pool.snapshots
+        found = store.reserve(token_bytes(ids[:length]), extra_key)
+        return [] if found is None else [(slot, found.slot)]
+
+    def _add_part(
+        self, taken: list[tuple[int, int, int]], kept: list[tuple[int, int]], start: int
+    ) -> int:
         """Add rows of (slot, first position, end) whose tokens lie from ``start`` on; their end."""
         new = [end - begin for _, begin, end in taken]
         columns = torch.tensor(
@@ -179,7 +219,7 @@ class RetainedAttentionBackend(AttentionBackend):
         rows = CascadeBatch(columns[0], columns[1], first.to(self.device), max(new))
         closes = any(self._shape.closes(begin) for _, begin, _ in taken)
         stop = start + sum(new)
-        self._parts.append(Part(slice(start, stop), rows, columns[2], closes))
+        self._parts.append(Part(slice(start, stop), rows, columns[2], closes, tuple(kept)))
         return stop
 
     def _close(self, state: Any, slots: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -216,6 +256,9 @@ class RetainedAttentionBackend(AttentionBackend):
         state, out = self._pool.layer_state(layer.layer_id), torch.zeros_like(q)
         softmax = Softmax(layer.scaling, layer.logit_cap)
         for part in self._parts:
+            for source, target in part.kept:
+                for tensor in (state.k, state.v, state.scores):
+                    tensor[:, target].copy_(tensor[:, source])
             if part.closes:
                 self._close(state, part.rows.slots, part.before)
             at = part.tokens
@@ -252,7 +295,13 @@ class RetainedAttentionBackend(AttentionBackend):
             "tokens_held": self._shape.rows,
             "longest_row": compat.longest_row(self.max_context_len, pool.size, pool.page_size),
             "kv_bytes": pool.state.nbytes,
-            "slot_bytes": pool.state.nbytes // pool.slots,
+            "slot_bytes": pool.state.nbytes // pool.state.k.shape[1],
+            "snapshots": {
+                "slots": pool.snapshots.capacity,
+                "kept": len(pool.snapshots),
+                "taken": pool.snapshots.taken,
+                "restored": pool.snapshots.restored,
+            },
             "sglang": compat.sglang_version(),
             "progress": None,
             "fidelity": None,
@@ -265,7 +314,8 @@ class RetainedAttentionBackend(AttentionBackend):
         return (
             f"sglang-sparse {facts['version']}: method {facts['method']} ({facts['source']}, "
             f"{facts['preset_hash']}); retention {facts['retention']['kind']}({settings}); "
-            f"{facts['slots']} slots of {facts['slot_bytes'] / 2**20:.1f} MiB, "
+            f"{facts['slots']} slots of requests and {facts['snapshots']['slots']} of prefixes, "
+            f"{facts['slot_bytes'] / 2**20:.1f} MiB each, "
             f"{facts['tokens_held']} tokens held a request; rows of up to {facts['longest_row']} "
             f"tokens; sglang {facts['sglang']}"
         )

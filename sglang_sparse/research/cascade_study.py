@@ -9,15 +9,14 @@ Passkeys lie before everything that a window of equal size still holds. One leve
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.cascade import CascadeDecoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.model import ReferenceModel
@@ -134,9 +133,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the study, write its rows, and print the table."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    p.add_argument("--out", type=Path, required=True)
+    p = study_parser(__doc__)
     p.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     p.add_argument("--count", type=int, default=96, help="passkeys a cell")
     p.add_argument("--texts", type=int, default=8, help="texts for the loss; 0 for none")

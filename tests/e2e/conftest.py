@@ -222,6 +222,17 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
         {},
     ),
+    # Two prefixes, so that later ones take the place of earlier ones.
+    "cascade-prefixes": (
+        [
+            *SPARSE,
+            "cascade",
+            *("--sparse-config", '{"retention": {"snapshots": 2}}'),
+            *("--chunked-prefill-size", "1024"),
+            "--enable-cache-report",
+        ],
+        {},
+    ),
     "cascade-whole": (
         [
             *SPARSE,

@@ -9,6 +9,7 @@ import urllib.error
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from live_server import MODEL, LiveServer, token_ids
@@ -149,3 +150,61 @@ def test_more_slots_than_memory_holds_are_refused(tmp_path: Path) -> None:
     said = live.log.read_text()
     assert "--max-running-requests 10000000: not supported with --attention-backend sparse" in said
     assert "a state slot takes " in said
+
+
+def cached_tokens(answer: list[dict[str, Any]]) -> int:
+    """Prompt tokens of one answer that were not computed."""
+    return int(answer[0]["meta_info"]["cached_tokens"])
+
+
+def test_a_second_question_to_a_long_document_is_answered_from_a_snapshot(
+    server: Server, suite: TaskSuite
+) -> None:
+    live = server("cascade-prefixes")
+    live.flush()
+    shape = RETENTION.shape()
+    document = suite.samples("passkey", length=5000, count=1, seed=8)[0].prompt_ids
+    other = suite.samples("passkey", length=3000, count=1, seed=9)[0].prompt_ids
+    questions = [document[:4500] + document[-n:] for n in (40, 90)]
+    decoder = CascadeDecoder(load(MODEL), shape, RETENTION.average())
+    want = [decoder.reply(prompt, TOKENS) for prompt in questions]
+
+    def ask(prompt: list[int]) -> tuple[list[int], int]:
+        answer = live.generate([prompt], TOKENS, ignore_eos=True)
+        return token_ids(answer)[0], cached_tokens(answer)
+
+    assert ask(questions[0]) == (want[0], 0)
+    # The deepest end of a stride that both have in common, and that a chunk took.
+    deepest = shape.full + (4500 - shape.full) // shape.stride * shape.stride
+    said, cached = ask(questions[1])
+    assert said == want[1]
+    assert deepest - 1024 <= cached <= deepest
+    assert shape.closes(cached)
+    # Chunks leave a snapshot each, and two are kept: those of the other document take their place.
+    assert ask(other)[1] == 0
+    assert ask(questions[1]) == (want[1], 0)
+    state = live.sparse_state()["snapshots"]
+    assert state["slots"] == state["kept"] == 2
+    assert state["restored"] >= 1
+
+
+def test_snapshots_are_forgotten_by_a_flush_and_kept_apart_by_extra_keys(
+    server: Server, suite: TaskSuite
+) -> None:
+    live = server("cascade-prefixes")
+    prompt = suite.samples("passkey", length=3000, count=1, seed=10)[0].prompt_ids
+
+    def ask(key: str | None = None) -> int:
+        body = {
+            "input_ids": [prompt],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+            "extra_key": key,
+        }
+        return cached_tokens(live.call("/generate", body))
+
+    live.flush()
+    assert [ask(), ask() > 2000] == [0, True]
+    assert ask("someone") == 0
+    live.flush()
+    assert live.sparse_state()["snapshots"]["kept"] == 0
+    assert ask() == 0

@@ -227,7 +227,11 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "states beside a tree": (
         CASCADE,
-        ["--disable-radix-cache unset", "add --disable-radix-cache", "cascade"],
+        ["--disable-radix-cache unset", "add --disable-radix-cache", "retention.snapshots"],
+    ),
+    "snapshots without a cache": (
+        [*CASCADE, "--disable-radix-cache", "--sparse-config", '{"retention": {"snapshots": 2}}'],
+        ["--disable-radix-cache set", "drop --disable-radix-cache"],
     ),
     "states of two ranks": (
         [*CASCADE, "--disable-radix-cache", "--tp-size", "2"],

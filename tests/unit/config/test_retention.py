@@ -34,6 +34,7 @@ def test_defaults_are_the_papers() -> None:
         "stride": 1024,
         "beta": 0.9999,
         "reduce": "mean",
+        "snapshots": 0,
     }
     assert retention.bounded
     assert retention.most_tokens == retention.shape().rows == 64 + 4096 + 1024
@@ -50,6 +51,8 @@ def test_defaults_are_the_papers() -> None:
         ({"beta": 1.0}, "retention.beta is 1.0"),
         ({"reduce": "median"}, "retention.reduce"),
         ({"window": 0}, "retention.window is 0"),
+        ({"snapshots": 4, "sinks": 60}, "retention.snapshots 4 are taken where strides close"),
+        ({"snapshots": 4, "stride": 32}, "retention.stride 32 is no multiple of page_size 64"),
     ],
 )
 def test_sizes_that_cannot_be_held_are_refused(keys: dict[str, Any], problem: str) -> None:
