@@ -3,8 +3,8 @@
 
 ``python -m sglang_sparse.research.heads_study --out heads.json [--table table.md]``
 
-Prompts are dense. While it decodes, a head that streams sees its sinks and its window in every
-layer; the other heads see everything, so that nothing but the choice of heads is measured.
+Prompts are dense. While it decodes, a head that streams sees its sinks and its window, and the
+other heads see everything, so that nothing but the choice of heads is measured.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from sglang_sparse.tasks import TASKS, FileEncoder, wilson
 def masks_of(config: SparseConfig, kv_heads: int, seed: int) -> dict[str, Tensor]:
     """Heads that stream in each arm, bool ``[layers, kv_heads]``: none, the preset's, random ones.
 
+    Layers that attend to everything have none of the preset's.
+
     Raises:
         ValueError: no head of ``config`` streams.
     """
@@ -34,7 +36,8 @@ def masks_of(config: SparseConfig, kv_heads: int, seed: int) -> dict[str, Tensor
         raise ValueError(f"no head streams: {config.heads}")
     found = torch.zeros(len(config.heads.streaming), kv_heads, dtype=torch.bool)
     for layer, heads in enumerate(config.heads.streaming):
-        found[layer, list(heads)] = True
+        role = config.layers.role(layer)
+        found[layer, list(heads)] = role.selects or role.source is not None
     return {"dense": torch.zeros_like(found), "found": found, **drawn_heads(found, seed)}
 
 

@@ -27,8 +27,8 @@ def test_arms_stream_as_many_heads_as_the_preset() -> None:
     masks = heads_study.masks_of(config, 4, seed=3)
     assert list(masks) == ["dense", "found", "random 1", "random 2", "random 3"]
     assert not masks["dense"].any()
-    found = [row.nonzero().flatten().tolist() for row in masks["found"]]
-    assert tuple(map(tuple, found)) == config.heads.streaming
+    found = [tuple(row.nonzero().flatten().tolist()) for row in masks["found"]]
+    assert tuple(found) == ((), *config.heads.streaming[1:])  # layer 0 is dense
     for draw in (1, 2, 3):
         assert masks[f"random {draw}"].sum() == masks["found"].sum()
         assert not torch.equal(masks[f"random {draw}"], masks["found"])
@@ -72,7 +72,8 @@ def test_the_committed_table_is_that_of_the_committed_cells_and_heads() -> None:
     assert table in (REPORT / "README.md").read_text()
     config = load_preset("reference", "lserve")
     assert result["window"] == dict(zip(("sink", "local"), config.heads.window, strict=True))
-    assert result["streaming"]["found"] == sum(map(len, config.heads.streaming))
+    masks = heads_study.masks_of(config, 4, seed=7)
+    assert result["streaming"] == {arm: int(mask.sum()) for arm, mask in masks.items()}
 
 
 def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> None:
