@@ -127,6 +127,16 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
     ),
+    # As shipped, but sparse from the start.
+    "lserve": (
+        [
+            *SPARSE,
+            "lserve",
+            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            "--disable-cuda-graph",
+        ],
+        {"SGLANG_SPARSE_PROBE": "1"},
+    ),
     # Windows as long as the context, beside lists that stop at a share of one.
     "streaming-everything": (
         [

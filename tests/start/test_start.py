@@ -275,7 +275,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "heads that nobody measured": (
         ["--model-path", "{TMP}/shallow", *SPARSE[:-1], "lserve"],
-        ["--sparse-method lserve", "set heads.file in --sparse-config"],
+        ["--sparse-method lserve", "run `sglang-sparse calibrate lserve --model {TMP}/shallow "],
     ),
     "quantized KV": (
         [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
