@@ -41,7 +41,10 @@ WHOLE: dict[str, tuple[dict[str, Any], float]] = {
     "kascade_sketch": ({"max_fraction": 1.0}, 1.0),
     "psa": ({"max_epsilon": 1.0, "cap": 16384}, 1.0),
     "psa_sketch": ({"max_epsilon": 1.0, "cap": 4096}, 1.0),  # the most that it can rank
+    "lserve": ({"tokens": 256, "max_tokens": 32768}, 32768),
 }
+# What else a method takes to attend to everything: windows of the whole context.
+FURTHER: dict[str, dict[str, Any]] = {"lserve": {"heads": {"local": 32768}}}
 TILES = {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256}
 DRAFTS = 4
 WITH_DRAFTS = " with drafts"
@@ -59,6 +62,7 @@ def configurations() -> dict[str, list[str]]:
     found = {"dense": [*backend, "--page-size", "64"]}
     for method in METHODS:
         config: dict[str, Any] = {"min_sparse_tokens": 64, "budget": WHOLE[method][0]}
+        config |= FURTHER.get(method, {})
         found[method] = [*SPARSE[:2], "--sparse-method", method]
         found[method] += ["--sparse-config", json.dumps(config)]
         if method == "kascade_sketch":
