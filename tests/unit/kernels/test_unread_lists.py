@@ -115,7 +115,7 @@ def test_lists_that_nobody_reads_are_not_selected(
     """In every form that the top-k has."""
     monkeypatch.setattr(select_kernel, "num_splits", lambda *_: 4 if form == "several" else 0)
     if form == "streamed":
-        monkeypatch.setattr(select_kernel, "_tiles", lambda *_: (16, 128, 4))
+        monkeypatch.setattr(select_kernel, "_tiles", lambda *_: (512, 128, 4))
     batch = Batch([900, 1, 333], heads=3, budget=200, capacity=200, seed=5)
     unread = words([0, 1, 0])
     scores = batch.randn(3, 3, batch.max_pages * batch.page_size).to(DEVICE)
