@@ -12,7 +12,8 @@ import pytest
 import torch
 from scipy.stats import spearmanr
 
-from sglang_sparse.config import configs_dir, load_preset
+from sglang_sparse.calibrate.lserve import Settings, choose
+from sglang_sparse.config import FirstDense, configs_dir, load_preset
 from sglang_sparse.research import heads_study
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
@@ -28,7 +29,9 @@ def test_arms_stream_as_many_heads_as_the_preset() -> None:
     assert list(masks) == ["dense", "found", "random 1", "random 2", "random 3"]
     assert not masks["dense"].any()
     found = [tuple(row.nonzero().flatten().tolist()) for row in masks["found"]]
-    assert tuple(found) == ((), *config.heads.streaming[1:])  # layer 0 is dense
+    assert tuple(found) == config.heads.streaming
+    dense = config.model_copy(update={"layers": FirstDense(n=1)})
+    assert not heads_study.masks_of(dense, 4, seed=3)["found"][0].any()
     for draw in (1, 2, 3):
         assert masks[f"random {draw}"].sum() == masks["found"].sum()
         assert not torch.equal(masks[f"random {draw}"], masks["found"])
@@ -106,5 +109,13 @@ def test_each_finder_agrees_with_leaving_heads_out(
 def test_no_retrieval_head_streams_in_the_preset() -> None:
     streaming = load_preset("reference", "lserve").heads.streaming
     streams = {(layer, head) for layer, heads in enumerate(streaming) for head in heads}
-    assert len(streams) == 12
+    assert len(streams) == 10
     assert not streams & RETRIEVAL
+
+
+def test_the_preset_holds_the_heads_that_score_least() -> None:
+    heads = load_preset("reference", "lserve").heads
+    rows = list(csv.DictReader((REPORT / "heads.csv").open()))
+    scores = torch.tensor([float(row["score"]) for row in rows]).view(6, 4)
+    asked = Settings("", None, [], Path(), sparsity=heads.calibration.sparsity)
+    assert tuple(map(tuple, choose(asked, scores))) == heads.streaming
