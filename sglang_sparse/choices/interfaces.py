@@ -37,9 +37,6 @@ class Point(Protocol):
     def recent_tokens(self) -> int: ...
 
     @property
-    def page_size(self) -> int: ...
-
-    @property
     def layers(self) -> LayersChoice: ...
 
     @property

@@ -10,7 +10,14 @@ import torch
 
 from sglang_sparse.config import configs_dir
 from sglang_sparse.research.cascade import CascadeDecoder
-from sglang_sparse.research.cascade_study import ARMS, Arm, CascadeStudy, digits_right, summary
+from sglang_sparse.research.cascade_study import (
+    ARMS,
+    Arm,
+    CascadeStudy,
+    digits_right,
+    interval,
+    summary,
+)
 from sglang_sparse.research.export import load
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.tasks import FileEncoder
@@ -45,7 +52,7 @@ def test_what_was_fed_before_does_not_matter_nor_how(model: ReferenceModel, scor
     cuts = [0, 1, 50, 53, 69, 120]
     parts = [decoder.feed(IDS[a:b]) for a, b in pairwise(cuts)]
     torch.testing.assert_close(torch.cat(parts), whole)
-    assert decoder.tokens == len(IDS)
+    assert decoder.lengths == [len(IDS)]
 
 
 def test_replies_are_greedy(model: ReferenceModel) -> None:
@@ -55,6 +62,25 @@ def test_replies_are_greedy(model: ReferenceModel) -> None:
     hidden = decoder.feed(IDS[:70] + said[:-1])
     with torch.no_grad():
         assert model.logits(hidden[-5:]).argmax(-1).tolist() == said
+
+
+def test_requests_side_by_side_are_those_alone(model: ReferenceModel) -> None:
+    prompts = [IDS, IDS[:70], IDS[3:52]]
+    alone = [CascadeDecoder(model, SHAPE, AVERAGE).reply(prompt, 4) for prompt in prompts]
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE, slots=3)
+    assert decoder.replies(prompts, 4) == alone
+    assert decoder.replies(prompts[:2], 4) == alone[:2]
+    decoder.reset()
+    hidden = decoder.feed_all(prompts)
+    for prompt, got in zip(prompts, hidden, strict=True):
+        torch.testing.assert_close(got, CascadeDecoder(model, SHAPE, AVERAGE).feed(prompt))
+
+
+def test_an_interval_holds_the_mean() -> None:
+    assert interval([0.5]) == (0.5, 0.5)
+    low, high = interval([0.0, 1.0] * 50)
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert high - low == pytest.approx(2 * 1.96 * 0.05, rel=0.02)
 
 
 def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
@@ -69,8 +95,14 @@ def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     wrong = key[0] + str((int(key[1]) + 1) % 10) + key[2:]
     assert digits_right(sample, f"The pass key is {wrong}.") == 1 - 1 / len(key)
     assert digits_right(sample, "no number") == 0
-    study.remember(Arm(2), [sample], 1024)
-    study.loss(Arm(2), 512, 1)
+    for levels in (1, 2):
+        study.remember(Arm(levels), [sample], 1024)
+        study.loss(Arm(levels), 512, 2)
+    one, two = study.rows[0], study.rows[2]
+    assert two["gain"] == pytest.approx(two["digits"] - one["digits"])
+    more = [b - a for a, b in zip(study.rows[1]["loss_of_each"], study.rows[3]["loss_of_each"],
+                                  strict=True)]  # fmt: skip
+    assert study.rows[3]["more_interval"] == pytest.approx(interval(more))
     table = summary({"rows": study.rows})
     assert "1,024 tokens" in table
     assert f"| {Arm(2).name} | " in table
