@@ -223,6 +223,17 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    # Token slots for three and a half of the requests that run at once: some are retracted.
+    "cascade-retracts": (
+        [
+            *SPARSE,
+            "cascade",
+            *("--sparse-config", '{"retention": {"snapshots": 2}}'),
+            *("--chunked-prefill-size", "640", "--max-total-tokens", "5888"),
+            *("--schedule-conservativeness", "0.01", "--enable-metrics"),
+        ],
+        {},
+    ),
     "cascade-whole": (
         [
             *SPARSE,
