@@ -64,8 +64,10 @@ def kernels(args: argparse.Namespace, environment: dict[str, str]) -> Part:
         path = Path(folder) / "junit.xml"
         command = [sys.executable, "-m", "pytest", str(args.kernel_tests), "-q", "--no-header"]
         command += ["-p", "no:cacheprovider", f"--junitxml={path}"]
+        command += ["--durations=40"]
         command += ["-n", str(args.workers)] if args.workers > 1 else []
-        env = {**os.environ, **environment}
+        # The workers share the cores: with threads of their own they wait for each other.
+        env = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
         if has_gpu():
             env.pop("TRITON_INTERPRET", None)
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, IMPLS, NAN, Batch
 from test_attend import naive_attention, rounding
 
 from sglang_sparse_kernels import (
@@ -55,7 +55,7 @@ def joined(scores: torch.Tensor, pages: int) -> torch.Tensor:
     return torch.stack([scores[..., i : i + pages].amax(-1) for i in starts], -1)
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("unit", "reduce"), [(64, "max"), (32, "sum")])
 def test_a_unit_has_the_largest_score_of_its_pages(
@@ -87,7 +87,7 @@ def test_a_unit_has_the_largest_score_of_its_pages(
     assert scored
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_unit_is_bounded_by_the_largest_bound_of_its_pages(impl: str, shape: tuple) -> None:
     batch = make_batch(shape)
@@ -108,7 +108,7 @@ def test_a_unit_is_bounded_by_the_largest_bound_of_its_pages(impl: str, shape: t
         assert (got[row, ..., units:] == UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_a_step_selects_and_attends_to_whole_units(impl: str) -> None:
     """Lists of units of 64 tokens, whose scores are of pages of 16."""
     shape = ([700, 1, 1300, 333], 64, 2, 4, 64, torch.bfloat16)

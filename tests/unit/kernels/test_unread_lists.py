@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import DEVICE, Batch
+from kernel_cases import DEVICE, IMPLS, PYTORCH, Batch
 
 from sglang_sparse_kernels import (
     Always,
@@ -67,7 +67,7 @@ def empty_scores(batch: Batch, lists: int, unread: torch.Tensor | None) -> Score
     return Scores(values, blocks, unread)
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("score", "unit", "lists"),
     [(by_pages, 16, 3), (by_sketch, 1, 3), (by_attention, 1, 3), (by_attention, 1, 1)],
@@ -88,7 +88,7 @@ def test_lists_that_nobody_reads_are_not_scored(
     assert torch.equal(part.block_max[:, ~skipped], whole.block_max[:, ~skipped])
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_bounds_of_lists_that_nobody_reads_are_not_found(impl: str) -> None:
     batch = Batch([257, 130], unit=16, heads=3, group=2, page_size=32)
     cuboids, unread = batch.cuboids(batch.make_planes(None, True)), words([0, 1, 0])
@@ -103,8 +103,7 @@ def test_bounds_of_lists_that_nobody_reads_are_not_found(impl: str) -> None:
 @pytest.mark.parametrize(
     ("impl", "form"),
     [
-        ("torch", ""),
-        ("cpu", ""),
+        *((impl, "") for impl in PYTORCH),
         ("triton", "one program"),
         ("triton", "several"),
         ("triton", "streamed"),

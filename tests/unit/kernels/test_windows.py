@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_budget import assert_within_budget
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, IMPLS, NAN, Batch
 from progressive_cases import Setting, in_double, run, shape_keys
 from progressive_cases import make_batch as progressive_batch
 from test_attend import CASES, make_batch, rounding
@@ -82,7 +82,7 @@ def poisoned_lists(batch: Batch, kinds: torch.Tensor) -> tuple[torch.Tensor, tor
     return indices, counts
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("window", WINDOWS[:3])
 def test_heads_of_both_kinds_attend_to_what_is_theirs(
@@ -98,7 +98,7 @@ def test_heads_of_both_kinds_attend_to_what_is_theirs(
         assert_within_budget(got[row], exact[row], eager[row], rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_all_heads_streaming_are_a_sliding_window_with_sinks(
     impl: str, window: tuple[int, int]
@@ -127,7 +127,7 @@ def test_all_heads_streaming_are_a_sliding_window_with_sinks(
         assert_within_budget(got[row], exact, eager, rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_without_a_streaming_head_no_bit_changes(impl: str) -> None:
     batch = make_batch(([257, 111, 300], 64, 2, 4, 64, torch.bfloat16, 16, 1), dense_rows=())
     lists = batch.random_lists()
@@ -154,7 +154,7 @@ def test_any_number_of_splits_gives_the_same_windows(
     assert_within_budget(out, exact, eager, rounding(batch.dtype))
 
 
-@pytest.mark.parametrize("impl", ["torch", "cpu", "triton"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("window", [(16, 48), (0, 1), (96, 200), (16, 512)])
 def test_each_query_of_a_row_has_a_window_of_its_own(impl: str, window: tuple[int, int]) -> None:
     """Three consecutive tokens share the lists; the window of each ends with it."""
