@@ -20,6 +20,7 @@ from sglang_sparse_kernels.cascade import (
     make_cascade_state,
     make_cascade_workspace,
 )
+from sglang_sparse_kernels.cascade.reference import kept_rows
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.records import Softmax
 
@@ -32,11 +33,13 @@ class _Part:
         tokens: which tokens of the batch they are.
         rows: the requests.
         before: int32, tokens of each of them before.
+        spans: (slot, tokens before, tokens after) of each, on the host.
     """
 
     tokens: slice
     rows: CascadeBatch
     before: Tensor
+    spans: list[tuple[int, int, int]]
 
 
 class CascadeDecoder:
@@ -46,6 +49,8 @@ class CascadeDecoder:
 
     Attributes:
         lengths: how many tokens of each request were fed.
+        positions: int64 [layers, slots, H, rows], where the tokens that are held stood in their
+            request; None unless asked for.
     """
 
     def __init__(
@@ -56,10 +61,12 @@ class CascadeDecoder:
         *,
         scored: bool = True,
         slots: int = 1,
+        positions: bool = False,
     ) -> None:
         """Empty slots; up to ``shape.rows`` tokens a request attends to everything.
 
-        Without ``scored`` tokens do not compete: a level keeps the later one of each two.
+        Without ``scored`` tokens do not compete: a level keeps the later one of each two. With
+        ``positions`` it is noted which tokens are held.
         """
         self._scored = scored
         c, device = model.config, next(model.parameters()).device
@@ -79,6 +86,8 @@ class CascadeDecoder:
         half = c.head_dim // 2
         self._cos_sin = torch.cat((cos[:, :half], sin[:, :half]), -1).contiguous()
         self.lengths = [0] * slots
+        like = self.state.scores
+        self.positions = torch.full_like(like, -1, dtype=torch.int64) if positions else None
 
     def reset(self) -> None:
         """Begin other requests."""
@@ -132,7 +141,7 @@ class CascadeDecoder:
             columns = torch.tensor(rows, dtype=torch.int32).T.contiguous().to(device)
             first = torch.tensor([0, *new]).cumsum(0).to(device, torch.int32)
             batch = CascadeBatch(columns[0], columns[2], first, max(new))
-            parts.append(_Part(slice(at, at + sum(new)), batch, columns[1]))
+            parts.append(_Part(slice(at, at + sum(new)), batch, columns[1], rows))
             at += sum(new)
         return torch.cat(order).to(device), parts
 
@@ -142,6 +151,8 @@ class CascadeDecoder:
         state, at = self.state.by_layer[layer], part.tokens
         if not self._scored:
             state.scores.zero_()
+        if self.positions is not None:
+            self._note(self.positions[layer], state.scores[0], part)
         close_strides(
             state, part.rows.slots, part.before, workspace=self._workspace, impl=self._impl
         )
@@ -157,6 +168,34 @@ class CascadeDecoder:
             workspace=self._workspace,
             impl=self._impl,
         )
+
+    def _note(self, positions: Tensor, scores: Tensor, part: _Part) -> None:
+        """Bring one layer's positions [slots, H, rows] up to date, before a stride is closed."""
+        shape = self.shape
+        alike: dict[tuple[int, int], list[int]] = {}
+        for slot, before, after in part.spans:
+            alike.setdefault((before, after), []).append(slot)
+        for (before, after), slots in alike.items():
+            mine = positions[slots]
+            if shape.closes(before):
+                kept = kept_rows(scores[slots][..., shape.sinks :], shape) + shape.sinks
+                mine[..., shape.sinks : shape.full] = mine.gather(-1, kept)
+            held = shape.held(after)
+            rows = slice(held - (after - before), held)
+            mine[..., rows] = torch.arange(before, after, device=mine.device)
+            positions[slots] = mine
+
+    def held(self, slot: int, begin: int, end: int) -> tuple[float, float]:
+        """Shares of tokens [begin, end) that a KV head holds, and that some head of a layer does.
+
+        Both are means over layers; the first is one over heads, too. It needs ``positions``.
+        """
+        assert self.positions is not None
+        mine = self.positions[:, slot, :, : self.shape.held(self.lengths[slot])]
+        wanted = torch.arange(begin, end, device=mine.device)
+        # [layers, H, end - begin]
+        found = (mine[..., None] == wanted).any(-2)
+        return float(found.float().mean()), float(found.any(1).float().mean())
 
     def reply(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """Greedy tokens after ``prompt``."""

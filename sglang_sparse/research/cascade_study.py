@@ -3,7 +3,9 @@
 
 Passkeys lie before everything that a window of equal size still holds. One level is that window
 (StreamingLLM, evicted in strides); the other arms are the ablation of the paper's section 4.6. As
-in its section 4.3, a key is scored by the digits that stand at their place.
+in its section 4.3, a key is scored by the digits that stand at their place. Of tokens side by side
+a level keeps one of two, so a key that is said once loses digits in each head; `--mentions` says it
+several times in a row.
 
     python -m sglang_sparse.research.cascade_study --out FILE.json --lengths 8192 16384
 
@@ -16,7 +18,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,13 @@ class CascadeStudy:
         self.average = AttentionAverage(beta)
         self.rows: list[dict[str, Any]] = []
 
-    def decoder(self, arm: Arm) -> CascadeDecoder:
+    def decoder(self, arm: Arm, *, positions: bool = False) -> CascadeDecoder:
         """An arm's cache."""
         shape = CascadeShape(levels=arm.levels, **self.sizes)
-        return CascadeDecoder(self.model, shape, self.average, scored=arm.scored, slots=self.batch)
+        return CascadeDecoder(
+            self.model, shape, self.average, scored=arm.scored, slots=self.batch,
+            positions=positions,
+        )  # fmt: skip
 
     def passkeys(self, length: int, count: int, seed: int) -> list[Sample]:
         """Samples whose key no window of equal size still holds, evenly spread before it."""
@@ -82,23 +87,31 @@ class CascadeStudy:
             assert max(end for _, end in sample.needle_spans) < len(sample.prompt_ids) - held
         return found
 
-    def remember(self, arm: Arm, samples: list[Sample], length: int) -> dict[str, Any]:
-        """Share of passkeys, and of their digits, that are answered."""
-        decoder, right, digits = self.decoder(arm), 0, []
+    def remember(
+        self, arm: Arm, samples: list[Sample], length: int, mentions: int = 1
+    ) -> dict[str, Any]:
+        """Share of passkeys, and of their digits, that are answered; how much of them is held."""
+        decoder, right, digits = self.decoder(arm, positions=True), 0, []
+        held: list[tuple[float, float]] = []
         for at in range(0, len(samples), self.batch):
             some = samples[at : at + self.batch]
             most = max(len(sample.answer_ids) for sample in some)
             said = decoder.replies([sample.prompt_ids for sample in some], most)
-            for sample, ids in zip(some, said, strict=True):
+            for slot, (sample, ids) in enumerate(zip(some, said, strict=True)):
+                held.append(decoder.held(slot, *sample.needle_spans[0]))
                 reply = self.encoder.decode(ids[: len(sample.answer_ids)])
                 right += is_exact(sample, reply)
                 digits.append(digits_right(sample, reply))
         row = {
-            "arm": asdict(arm), "name": arm.name, "length": length, "count": len(samples),
+            "arm": asdict(arm), "name": arm.name, "length": length, "mentions": mentions,
+            "count": len(samples),
             "exact": right / len(samples), "exact_interval": wilson(right, len(samples)),
             "digits": statistics.fmean(digits), "digits_of_each": digits,
+            "held_by_head": statistics.fmean(one for one, _ in held),
+            "held_by_layer": statistics.fmean(some for _, some in held),
         }  # fmt: skip
-        window = next((r for r in self.rows if _is_window(r) and r.get("length") == length), None)
+        same = (length, mentions)
+        window = next((r for r in self.rows if _is_window(r) and _passkeys(r) == same), None)
         if window is not None:
             gains = [a - b for a, b in zip(digits, window["digits_of_each"], strict=True)]
             row |= {"gain": statistics.fmean(gains), "gain_interval": interval(gains)}
@@ -134,6 +147,22 @@ def _is_window(row: dict[str, Any]) -> bool:
     return bool(row["arm"]["levels"] == 1)
 
 
+def _passkeys(row: dict[str, Any]) -> tuple[int, int] | None:
+    """Length of the prompts and mentions of the key; None of a row about text."""
+    return (row["length"], row["mentions"]) if "length" in row else None
+
+
+def repeated(sample: Sample, mentions: int) -> Sample:
+    """``sample`` with its needle as often in a row."""
+    ids, (begin, end) = list(sample.prompt_ids), sample.needle_spans[0]
+    more = ids[begin:end] * (mentions - 1)
+    return replace(
+        sample,
+        prompt_ids=ids[:end] + more + ids[end:],
+        needle_spans=((begin, end + len(more)),),
+    )
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Normal interval of 95 % of a mean; of one value, the value."""
     mean = statistics.fmean(values)
@@ -150,21 +179,24 @@ def digits_right(sample: Sample, reply: str) -> float:
 def summary(result: dict[str, Any]) -> str:
     """A Markdown table, a row an arm."""
     rows = result["rows"]
-    lengths = sorted({row["length"] for row in rows if "length" in row})
-    heads = [f"{n:,} tokens: digits, % (exact; gain)" for n in lengths]
+    kinds = list(dict.fromkeys(found for row in rows if (found := _passkeys(row)) is not None))
+    heads = [
+        f"{length:,} tokens, said {times}: digits, % (exact; held by a head; gain)"
+        for length, times in kinds
+    ]
     lines = ["| | " + " | ".join([*heads, "loss of text (more)"]) + " |"]
-    lines.append("| --- " + "| ---: " * (len(lengths) + 1) + "|")
+    lines.append("| --- " + "| ---: " * (len(kinds) + 1) + "|")
     for name in dict.fromkeys(row["name"] for row in rows):
         mine = [row for row in rows if row["name"] == name]
-        cells = [_cell(row) for n in lengths for row in mine if row.get("length") == n]
-        cells += [""] * (len(lengths) - len(cells))
+        cells = [_cell(row) for kind in kinds for row in mine if _passkeys(row) == kind]
+        cells += [""] * (len(kinds) - len(cells))
         losses = [_loss(row) for row in mine if "loss" in row]
         lines.append("| " + " | ".join([name, *cells, *(losses or [""])]) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _cell(row: dict[str, Any]) -> str:
-    said = f"{100 * row['exact']:.0f}"
+    said = f"{100 * row['exact']:.0f}; {100 * row['held_by_head']:.0f}"
     if "gain" in row:
         low, high = row["gain_interval"]
         said += f"; {100 * row['gain']:+.1f}, {100 * low:+.1f} to {100 * high:+.1f}"
@@ -185,6 +217,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     p.add_argument("--count", type=int, default=96, help="passkeys a cell")
+    p.add_argument("--mentions", type=int, nargs="+", default=[1, 4, 8])
     p.add_argument("--texts", type=int, default=8, help="texts for the loss; 0 for none")
     p.add_argument("--seed", type=int, default=5)
     p.add_argument("--window", type=int, default=1024)
@@ -210,9 +243,11 @@ def main() -> None:
         args.out.with_suffix(".md").write_text(summary(result))
 
     for length in args.lengths:
-        samples = study.passkeys(length, args.count, args.seed)
-        for arm in ARMS:
-            told(study.remember(arm, samples, length))
+        once = study.passkeys(length, args.count, args.seed)
+        for mentions in args.mentions:
+            samples = [repeated(sample, mentions) for sample in once]
+            for arm in ARMS:
+                told(study.remember(arm, samples, length, mentions))
     if args.texts:
         for arm in ARMS:
             told(study.loss(arm, min(args.lengths), args.texts))

@@ -16,6 +16,7 @@ from sglang_sparse.research.cascade_study import (
     CascadeStudy,
     digits_right,
     interval,
+    repeated,
     summary,
 )
 from sglang_sparse.research.export import load
@@ -76,6 +77,26 @@ def test_requests_side_by_side_are_those_alone(model: ReferenceModel) -> None:
         torch.testing.assert_close(got, CascadeDecoder(model, SHAPE, AVERAGE).feed(prompt))
 
 
+@pytest.mark.parametrize("scored", [True, False])
+def test_positions_are_those_of_the_keys_that_are_held(model: ReferenceModel, scored: bool) -> None:
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE, scored=scored, slots=2, positions=True)
+    keys = CascadeDecoder(model, CascadeShape(128, 0, 1, 128), AVERAGE, slots=2)
+    for part in (slice(0, 60), slice(60, 61), slice(61, 120)):
+        for one in (decoder, keys):
+            one.feed_all([IDS[::-1][part], IDS[part]])
+    assert decoder.positions is not None
+    held = SHAPE.held(len(IDS))
+    # Keys of the first layer follow from tokens and positions alone.
+    for slot in range(2):
+        at = decoder.positions[0, slot, :, :held]
+        want = keys.state.k[0, slot].gather(1, at[..., None].expand(*at.shape, SMALL.head_dim))
+        torch.testing.assert_close(decoder.state.k[0, slot, :, :held], want)
+        assert (at.diff(dim=-1) > 0).all()
+    assert decoder.held(0, 0, SHAPE.sinks) == (1.0, 1.0)
+    one_head, some_head = decoder.held(1, 10, 80)
+    assert 0 < one_head <= some_head < 1
+
+
 def test_an_interval_holds_the_mean() -> None:
     assert interval([0.5]) == (0.5, 0.5)
     low, high = interval([0.0, 1.0] * 50)
@@ -90,6 +111,11 @@ def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     assert 0 < sample.needle_spans[0][0] < len(sample.prompt_ids) - 320
     with pytest.raises(ValueError, match="inside of 320"):
         study.passkeys(340, 1, seed=0)
+    begin, end = sample.needle_spans[0]
+    twice = repeated(sample, 2)
+    assert twice.prompt_ids[end : 2 * end - begin] == sample.prompt_ids[begin:end]
+    assert twice.prompt_ids[2 * end - begin :] == sample.prompt_ids[end:]
+    assert repeated(sample, 1) == sample
     key = sample.values[0]
     assert digits_right(sample, sample.answer) == 1
     wrong = key[0] + str((int(key[1]) + 1) % 10) + key[2:]
@@ -103,7 +129,10 @@ def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     more = [b - a for a, b in zip(study.rows[1]["loss_of_each"], study.rows[3]["loss_of_each"],
                                   strict=True)]  # fmt: skip
     assert study.rows[3]["more_interval"] == pytest.approx(interval(more))
+    study.remember(Arm(2), [twice], 1024, 2)
+    assert "gain" not in study.rows[-1]  # no window answered these prompts
     table = summary({"rows": study.rows})
-    assert "1,024 tokens" in table
+    assert "1,024 tokens, said 1" in table
+    assert "1,024 tokens, said 2" in table
     assert f"| {Arm(2).name} | " in table
     assert len({arm.name for arm in ARMS}) == len(ARMS)
