@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_sparse.choices.interfaces import RetentionChoice
+from sglang_sparse.choices.interfaces import BoundedRetention
 from sglang_sparse.config import Resolved, SparseConfig
 
 # The underscore keeps it out of SGLang's declared fields; it survives pickling to subprocesses.
@@ -45,8 +45,8 @@ def selecting_launch_of(server_args: Any) -> SparseLaunch | None:
     return None if launch is None or launch.config.retention.bounded else launch
 
 
-def bounded_of(server_args: Any) -> RetentionChoice | None:
+def bounded_of(server_args: Any) -> BoundedRetention | None:
     """The retention of a server that holds a bounded number of tokens a request, else None."""
     launch = launch_of(server_args)
-    bounded = launch is not None and launch.config.retention.bounded
-    return launch.config.retention if launch is not None and bounded else None
+    retention = None if launch is None else launch.config.retention
+    return retention if isinstance(retention, BoundedRetention) else None

@@ -18,14 +18,14 @@ from sglang_sparse.checks import refuse
 from sglang_sparse.launch import bounded_of
 
 if TYPE_CHECKING:
-    from sglang_sparse.choices.interfaces import RetentionChoice
+    from sglang_sparse.choices.interfaces import BoundedRetention
 
 # As many requests as SGLang itself would run at most, however small their states are.
 MOST_SLOTS = 4096
 _INT32_BYTES = FLOAT_BYTES = 4
 
 
-def _state_bytes(retention: RetentionChoice, configurator: Any) -> int:
+def _state_bytes(retention: BoundedRetention, configurator: Any) -> int:
     from sglang_sparse_kernels.cascade import state_bytes
 
     model = configurator.model_config
@@ -38,7 +38,7 @@ def _state_bytes(retention: RetentionChoice, configurator: Any) -> int:
     )
 
 
-def slot_bytes(retention: RetentionChoice, configurator: Any) -> int:
+def slot_bytes(retention: BoundedRetention, configurator: Any) -> int:
     """Device bytes of one more running request: its state, its logits, its row of token slots."""
     model = configurator.model_config
     logits = model.num_attention_heads * retention.shape().rows * FLOAT_BYTES
@@ -46,7 +46,7 @@ def slot_bytes(retention: RetentionChoice, configurator: Any) -> int:
     return int(_state_bytes(retention, configurator) + logits + rows)
 
 
-def snapshot_bytes(retention: RetentionChoice, configurator: Any) -> int:
+def snapshot_bytes(retention: BoundedRetention, configurator: Any) -> int:
     """Device bytes of the states of prefixes."""
     return retention.kept_prefixes * _state_bytes(retention, configurator)
 

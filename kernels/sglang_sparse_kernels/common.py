@@ -19,6 +19,8 @@ PAGE_SIZES = (16, 32, 64)
 FP8 = torch.float8_e4m3fn
 """The one quantized dtype of K and V rows."""
 
+Device = torch.device | str
+
 IMPLS: tuple[str, ...] = get_args(Impl)
 REDUCES: tuple[str, ...] = get_args(Reduce)
 
@@ -27,6 +29,12 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise ValueError, listing the valid names, unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(allowed)}")
+
+
+def check_fits(rows: int, scratch: torch.Tensor) -> None:
+    """Raise ValueError if ``scratch``, of a workspace, has fewer than ``rows`` rows."""
+    if rows > scratch.shape[0]:
+        raise ValueError(f"batch of {rows} rows does not fit a workspace of {scratch.shape[0]}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:

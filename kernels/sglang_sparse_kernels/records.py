@@ -9,6 +9,7 @@ import torch
 from .common import (
     FP8,
     PAGE_SIZES,
+    Device,
     Index,
     check_contiguous,
     check_dense_rows,
@@ -337,7 +338,7 @@ def padded_blocks(max_units: int) -> int:
     return -(-max_units // (BLOCK_UNITS * _BLOCK_ALIGNMENT)) * _BLOCK_ALIGNMENT
 
 
-def make_scores(rows: int, lists: int, max_units: int, device: torch.device | str) -> Scores:
+def make_scores(rows: int, lists: int, max_units: int, device: Device) -> Scores:
     """Scores of up to ``rows`` rows, uninitialised, with room for their block maxima."""
     return Scores(
         torch.empty((rows, lists, max_units), device=device),

@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
+from .common import group_size, next_power_of_2
+
 # Rows times KV heads up to which overlapping launches gain, as measured on one H200.
 OVERLAP_ROW_HEADS = 32
 
@@ -60,6 +62,26 @@ class WindowArgs(NamedTuple):
     streams: torch.Tensor
     sink: int
     local: int
+
+
+class HeadShape(NamedTuple):
+    """Constants: H KV heads with groups of G query heads, D the head dimension.
+
+    BG and BD are powers of two, at least G and D.
+    """
+
+    H: int
+    G: int
+    BG: int
+    D: int
+    BD: int
+
+    @staticmethod
+    def of(q: torch.Tensor, heads: int, least: int = 1) -> "HeadShape":
+        """The shape of ``q`` [rows, query heads, D] and so many KV heads; BG >= ``least``."""
+        group, dim = group_size(q.shape[1], heads), q.shape[2]
+        tile = max(least, next_power_of_2(group))
+        return HeadShape(heads, group, tile, dim, next_power_of_2(dim))
 
 
 def overlapping(row_heads: int) -> dict[str, bool]:

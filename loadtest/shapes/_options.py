@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shapes read off locust's own options."""
+"""What the shapes share: they read locust's own options."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 from locust import LoadTestShape
 
 
-def running(
-    shape: LoadTestShape, *, users: int = 16, seconds: float = 120
-) -> tuple[int, float, float] | None:
-    """(users, seconds, seconds gone) of a test, or None when its time is up.
+class TimedShape(LoadTestShape):
+    """A number of users that changes with the time, until the time is up.
 
-    Args:
-        shape: of the test.
+    Attributes:
         users: unless `--users` says otherwise.
         seconds: unless `--run-time` says otherwise.
     """
-    options = shape.runner.environment.parsed_options
-    users, seconds = options.num_users or users, options.run_time or seconds
-    now = shape.get_run_time()
-    return (users, seconds, now) if now < seconds else None
+
+    abstract = True
+    use_common_options = True
+    users: int = 16
+    seconds: float = 120
+
+    @abstractmethod
+    def users_at(self, now: float, users: int, seconds: float) -> int:
+        """Users `now` seconds after the start of a test with so many users and seconds."""
+
+    def tick(self) -> tuple[int, float] | None:
+        """(users, users that start a second), or None when the time is up."""
+        options = self.runner.environment.parsed_options
+        users, seconds = options.num_users or self.users, options.run_time or self.seconds
+        now = self.get_run_time()
+        return (self.users_at(now, users, seconds), float(users)) if now < seconds else None

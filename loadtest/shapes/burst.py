@@ -3,21 +3,14 @@
 
 from __future__ import annotations
 
-from _options import running
-from locust import LoadTestShape
+from _options import TimedShape
 
 PERIOD_SECONDS, BURST_SECONDS = 30, 10
 
 
-class Burst(LoadTestShape):
+class Burst(TimedShape):
     """An eighth of `--users`, and all of them for a third of the time (default: 16)."""
 
-    use_common_options = True
-
-    def tick(self) -> tuple[int, float] | None:
-        now_running = running(self)
-        if now_running is None:
-            return None
-        users, _, now = now_running
+    def users_at(self, now: float, users: int, seconds: float) -> int:
         calm = now % PERIOD_SECONDS >= BURST_SECONDS
-        return max(1, users // 8) if calm else users, float(users)
+        return max(1, users // 8) if calm else users

@@ -3,18 +3,11 @@
 
 from __future__ import annotations
 
-from _options import running
-from locust import LoadTestShape
+from _options import TimedShape
 
 
-class Ramp(LoadTestShape):
+class Ramp(TimedShape):
     """`--users` over `--run-time` seconds (defaults: 16 users over 120 seconds)."""
 
-    use_common_options = True
-
-    def tick(self) -> tuple[int, float] | None:
-        now_running = running(self)
-        if now_running is None:
-            return None
-        users, seconds, now = now_running
-        return max(1, round(users * now / seconds)), float(users)
+    def users_at(self, now: float, users: int, seconds: float) -> int:
+        return max(1, round(users * now / seconds))

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from _options import running
-from locust import LoadTestShape
+from _options import TimedShape
 
 
-class Soak(LoadTestShape):
+class Soak(TimedShape):
     """`--users` for `--run-time` seconds (defaults: 8 users, an hour), all there at the start."""
 
-    use_common_options = True
+    users, seconds = 8, 3600
 
-    def tick(self) -> tuple[int, float] | None:
-        now_running = running(self, users=8, seconds=3600)
-        return None if now_running is None else (now_running[0], float(now_running[0]))
+    def users_at(self, now: float, users: int, seconds: float) -> int:
+        return users

@@ -3,21 +3,13 @@
 
 from __future__ import annotations
 
-from _options import running
-from locust import LoadTestShape
+from _options import TimedShape
 
 STEPS = 4
 
 
-class Step(LoadTestShape):
+class Step(TimedShape):
     """`--users` in four steps over `--run-time` seconds (defaults: 16 users, 120 seconds)."""
 
-    use_common_options = True
-
-    def tick(self) -> tuple[int, float] | None:
-        now_running = running(self)
-        if now_running is None:
-            return None
-        users, seconds, now = now_running
-        step = int(STEPS * now / seconds) + 1
-        return max(1, users * step // STEPS), float(users)
+    def users_at(self, now: float, users: int, seconds: float) -> int:
+        return max(1, users * (int(STEPS * now / seconds) + 1) // STEPS)

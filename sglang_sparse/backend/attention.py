@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ from sglang_sparse.choices.build import Columns, LayerProgram
 from sglang_sparse.choices.telemetry import LayerCounters
 from sglang_sparse.facts import Facts
 from sglang_sparse.graph_variants import Variant
+from sglang_sparse_kernels.records import Softmax
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+
+Write = Callable[[], None]
+Dense = Callable[[], torch.Tensor]
 
 
 class SparseAttentionBackend(AttentionBackend):
@@ -199,26 +204,16 @@ class SparseAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        program = self._programs.get(layer.layer_id) if self.variant == "sparse" else None
-        if program is not None:
+        if self._outdoes_inner or self._decoding(layer) is not None:
             check_keywords(layer, kwargs)
-        if program is not None and program.attends:
-            self._write(layer, forward_batch, k, v, save_kv_cache)
-            out = self._run(self.decode.run, program, q, layer)
-        else:
-            if self._outdoes_inner:
-                check_keywords(layer, kwargs)
-                self._write(layer, forward_batch, k, v, save_kv_cache)
-                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
-            else:
-                out = self._inner.current.forward_decode(
-                    q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-                )
-            if program is not None:
-                self._run(self.decode.run, program, q, layer)
-        if layer.layer_id == self._last_layer:
-            self.decode.update_planes()
-        return out
+
+        def dense() -> torch.Tensor:
+            return self._inner.current.forward_decode(
+                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+
+        write = partial(self._write, layer, forward_batch, k, v, save_kv_cache)
+        return self._decode(q, layer, write, dense)
 
     def forward_extend(
         self,
@@ -231,56 +226,67 @@ class SparseAttentionBackend(AttentionBackend):
         **kwargs: Any,
     ) -> torch.Tensor:
         check_keywords(layer, kwargs)
+
+        def dense(batch: ForwardBatch) -> torch.Tensor:
+            return self._inner.current.forward_extend(
+                q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
+            )
+
+        write = partial(self._write, layer, forward_batch, k, v, save_kv_cache)
         if forward_batch.forward_mode.is_target_verify():
-            return self._verify(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sparse = self.extend.batch is not None
-        program = self._programs.get(layer.layer_id) if sparse else None
+            # Chains of draft tokens, each behind the last token of its request.
+            return self._decode(q, layer, write, lambda: dense(self._chains(forward_batch)))
+        program = None if self.extend.batch is None else self._programs.get(layer.layer_id)
         if program is not None:
             self.token_to_kv_pool.loads.wait(layer.layer_id)
+        return self._layer(self.extend, program, q, layer, write, lambda: dense(forward_batch))
+
+    def _decode(
+        self, q: torch.Tensor, layer: RadixAttention, write: Write, dense: Dense
+    ) -> torch.Tensor:
+        """Run a layer of a batch that decodes, or that verifies drafts."""
+
+        def attend_to_all() -> torch.Tensor:
+            if not self._outdoes_inner:
+                return dense()
+            write()
+            return self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
+
+        return self._layer(self.decode, self._decoding(layer), q, layer, write, attend_to_all)
+
+    def _layer(
+        self,
+        steps: DecodeSteps | ExtendSteps,
+        program: LayerProgram | None,
+        q: torch.Tensor,
+        layer: RadixAttention,
+        write: Write,
+        dense: Dense,
+    ) -> torch.Tensor:
+        """Run a layer: its stages, if it has any, and ``dense`` unless these attend.
+
+        ``write`` stores the layer's keys and values, which ``dense`` does by itself.
+        """
         if program is not None and program.attends:
-            self._write(layer, forward_batch, k, v, save_kv_cache)
-            out = self._run(self.extend.run, program, q, layer)
+            write()
+            out = self._run(steps.run, program, q, layer)
         else:
-            out = self._inner.current.forward_extend(
-                q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs
-            )
+            out = dense()
             if program is not None:
-                self._run(self.extend.run, program, q, layer)
+                self._run(steps.run, program, q, layer)
         if layer.layer_id == self._last_layer:
-            self.extend.update_planes()
+            steps.update_planes()
         return out
 
-    def _verify(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Run chains of draft tokens, each behind the last token of its request."""
-        program = self._programs.get(layer.layer_id) if self.variant == "sparse" else None
-        if program is not None and program.attends:
-            self._write(layer, forward_batch, k, v, save_kv_cache)
-            out = self._run(self.decode.run, program, q, layer)
-        else:
-            if self._outdoes_inner:
-                self._write(layer, forward_batch, k, v, save_kv_cache)
-                out = self._run(self.decode.attend_to_all, layer.layer_id, q, layer)
-            else:
-                batch = forward_batch
-                if self._inner.name == "torch_native":
-                    batch = as_extend(batch, self.decode.queries)
-                out = self._inner.current.forward_extend(
-                    q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
-                )
-            if program is not None:
-                self._run(self.decode.run, program, q, layer)
-        if layer.layer_id == self._last_layer:
-            self.decode.update_planes()
-        return out
+    def _decoding(self, layer: RadixAttention) -> LayerProgram | None:
+        """What a layer runs in the batch that was planned last, if that selects; else None."""
+        return self._programs.get(layer.layer_id) if self.variant == "sparse" else None
+
+    def _chains(self, forward_batch: ForwardBatch) -> ForwardBatch:
+        """A batch to verify as the inner backend takes it."""
+        if self._inner.name == "torch_native":
+            return as_extend(forward_batch, self.decode.queries)
+        return forward_batch
 
     @property
     def _outdoes_inner(self) -> bool:
@@ -314,9 +320,8 @@ class SparseAttentionBackend(AttentionBackend):
         out = run(
             what,
             q.view(-1, layer.tp_q_head_num, layer.head_dim),
-            scaling=layer.scaling,
-            logit_cap=layer.logit_cap,
-            kv_scales=self._stored.read(layer),
+            Softmax(layer.scaling, layer.logit_cap),
+            self._stored.read(layer),
         )
         return out.view(-1, layer.tp_q_head_num * layer.head_dim)
 

@@ -124,21 +124,14 @@ class DecodeSteps:
         )
 
     def run(
-        self,
-        program: LayerProgram,
-        q: torch.Tensor,
-        *,
-        scaling: float,
-        logit_cap: float,
-        kv_scales: KVScales,
+        self, program: LayerProgram, q: torch.Tensor, softmax: Softmax, kv_scales: KVScales
     ) -> torch.Tensor:
         """Run one layer's stages for the batch that was planned last.
 
         Args:
             program: the layer's.
             q: [rows * queries, q_heads, head_dim], after RoPE.
-            scaling: factor on q.k.
-            logit_cap: soft cap on logits, 0 for none.
+            softmax: how products become the layer's logits.
             kv_scales: of the layer's rows.
 
         Returns:
@@ -146,7 +139,6 @@ class DecodeSteps:
         """
         build = self._build
         out = torch.empty_like(q) if program.attends else q[:0]
-        softmax = Softmax(scaling, logit_cap)
         for rows, plan in passes(self.plan, build.limits.rows_a_pass):
             tokens = slice(rows.start * self.queries, rows.stop * self.queries)
             step = StepContext(
@@ -164,19 +156,13 @@ class DecodeSteps:
         return out
 
     def attend_to_all(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scaling: float,
-        logit_cap: float,
-        kv_scales: KVScales,
+        self, layer: int, q: torch.Tensor, softmax: Softmax, kv_scales: KVScales
     ) -> torch.Tensor:
         """Attention of the batch that was planned last to all of its tokens, on a CPU.
 
         Args:
             layer: global id of one that attends to everything.
-            q, scaling, logit_cap, kv_scales: as for :meth:`run`.
+            q, softmax, kv_scales: as for :meth:`run`.
 
         Returns:
             As ``q``.
@@ -187,8 +173,7 @@ class DecodeSteps:
         none = torch.zeros((1, pool.head_num, 1), dtype=torch.int32, device=q.device)
         gathered_decode_attention(
             q, kv, plan, Lists(none, none[..., 0], plan.k_units),
-            softmax=Softmax(scaling, logit_cap), out=out, queries=self.queries,
-            impl=self._build.impl,
+            softmax=softmax, out=out, queries=self.queries, impl=self._build.impl,
         )  # fmt: skip
         return out
 

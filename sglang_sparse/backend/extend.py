@@ -12,7 +12,7 @@ from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import PrefillRun
 from sglang_sparse.graph_variants import Variant
 from sglang_sparse_kernels.plan import TokenTable, snapshot_page_table
-from sglang_sparse_kernels.records import KVScales
+from sglang_sparse_kernels.records import KVScales, Softmax
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -76,24 +76,11 @@ class ExtendSteps:
         self.planned["dense" if self.batch is None else "sparse"] += 1
 
     def run(
-        self,
-        program: LayerProgram,
-        q: torch.Tensor,
-        *,
-        scaling: float,
-        logit_cap: float,
-        kv_scales: KVScales,
+        self, program: LayerProgram, q: torch.Tensor, softmax: Softmax, kv_scales: KVScales
     ) -> torch.Tensor:
         """Run one layer of a sparse batch: ``q`` and the result are [tokens, q_heads, head_dim]."""
         assert self._prefill is not None
-        return self._prefill.run(
-            self.batch,
-            program.layer,
-            q,
-            scaling=scaling,
-            logit_cap=logit_cap,
-            kv_scales=kv_scales,
-        )
+        return self._prefill.run(self.batch, program.layer, q, softmax, kv_scales)
 
     def update_planes(self) -> None:
         """Bring the planes of all layers up to date, after the last one wrote its keys."""

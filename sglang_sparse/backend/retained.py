@@ -20,6 +20,7 @@ from sglang_sparse import __version__, compat, pools
 from sglang_sparse.backend.rotation import rotation_table
 from sglang_sparse.backend.runner import check_layers, launch_of_runner
 from sglang_sparse.checks import check_keywords, refuse
+from sglang_sparse.launch import bounded_of
 from sglang_sparse_kernels.cascade import (
     CascadeBatch,
     append_tokens,
@@ -79,7 +80,8 @@ class RetainedAttentionBackend(AttentionBackend):
         pool = runner.token_to_kv_pool
         assert isinstance(pool, StateKVPool), "the hook on the pool is verified above"
         check_layers(runner)
-        retention = self._launch.config.retention
+        retention = bounded_of(runner.server_args)
+        assert retention is not None, "the backend's factory asks for it"
         self._impl = pools.implementation(compat.resolved(runner.server_args).device)
         self._pool, self._shape, self._average = pool, retention.shape(), retention.average()
         self._cos_sin = rotation_table(runner, self._shape.rows)

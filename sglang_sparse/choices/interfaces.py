@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.telemetry import LayerCounters
     from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
-    from sglang_sparse_kernels.records import KVScales
+    from sglang_sparse_kernels.records import KVScales, Softmax
     from sglang_sparse_kernels.step import Stage
     from sglang_sparse_radix.planes import CuboidPlane, Plane
 
@@ -318,13 +318,19 @@ class RetentionChoice(Choice, ABC):
     def check_request(self, *, dense: bool, budget: float | None) -> None:
         """Refuse, with `InvalidConfig`, what a request asks for and this cannot give."""
 
-    def shape(self) -> CascadeShape:
-        """Return what a request holds, for the kernels; of a bounded retention alone."""
-        raise NotImplementedError
 
+class BoundedRetention(RetentionChoice):
+    """A retention that holds a bounded number of tokens of each request."""
+
+    bounded: ClassVar[bool] = True
+
+    @abstractmethod
+    def shape(self) -> CascadeShape:
+        """Return what a request holds, for the kernels."""
+
+    @abstractmethod
     def average(self) -> AttentionAverage:
-        """Return how scores follow from attention, for the kernels; as `shape`."""
-        raise NotImplementedError
+        """Return how scores follow from attention, for the kernels."""
 
 
 class PrefillChoice(Choice, ABC):
@@ -371,13 +377,6 @@ class PrefillRun(Protocol):
         """
 
     def run(
-        self,
-        batch: Any,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scaling: float,
-        logit_cap: float,
-        kv_scales: KVScales,
+        self, batch: Any, layer: int, q: torch.Tensor, softmax: Softmax, kv_scales: KVScales
     ) -> torch.Tensor:
         """Run `layer` over `q` [tokens, q_heads, head_dim]; `batch` is from :meth:`plan`."""

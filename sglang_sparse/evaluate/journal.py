@@ -25,21 +25,16 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                flag="--out",
-                value=str(folder),
-                problem=f"it cannot be made ({error.strerror})",
-                allowed="a folder, new or of an earlier run",
-                remedy="name another one",
-            ) from error
+            problem = f"it cannot be made ({error.strerror})"
+            allowed = "a folder, new or of an earlier run"
+            raise _refused(folder, problem, allowed, "name another one") from error
         self._path, kept = folder / "journal.jsonl", folder / "settings.json"
         if kept.exists() and self._read(kept, kept.read_bytes()) != settings:
-            raise ConfigError(
-                flag="--out",
-                value=str(folder),
-                problem="it holds an evaluation with other settings, or of another server",
-                allowed="a new folder, or the settings in its settings.json",
-                remedy="name another folder",
+            raise _refused(
+                folder,
+                "it holds an evaluation with other settings, or of another server",
+                "a new folder, or the settings in its settings.json",
+                "name another folder",
             )
         kept.write_text(json.dumps(settings, indent=1) + "\n")
         self._lock = threading.Lock()
@@ -61,13 +56,10 @@ class Journal:
             found = error
         fields = ("task", "length", "index", "arm") if path.suffix == ".jsonl" else ()
         if not isinstance(found, dict) or any(field not in found for field in fields):
-            raise ConfigError(
-                flag="--out",
-                value=str(path.parent),
-                problem=f"{path.name} in it is damaged",
-                allowed="a folder, new or of an earlier run",
-                remedy=f"remove {path}, or name another folder",
-            )
+            problem = f"{path.name} in it is damaged"
+            allowed = "a folder, new or of an earlier run"
+            remedy = f"remove {path}, or name another folder"
+            raise _refused(path.parent, problem, allowed, remedy)
         return found
 
     @staticmethod
@@ -87,3 +79,9 @@ class Journal:
     def entries(self) -> list[dict[str, Any]]:
         """Everything so far."""
         return list(self._entries.values())
+
+
+def _refused(folder: Path, problem: str, allowed: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        flag="--out", value=str(folder), problem=problem, allowed=allowed, remedy=remedy
+    )

@@ -14,17 +14,16 @@ The table is written beside the JSON, as Markdown. Intervals are of 95 %.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.cascade import CascadeDecoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.model import ReferenceModel
@@ -212,9 +211,7 @@ def _loss(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the study, write its rows and the table, and print it."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    p.add_argument("--out", type=Path, required=True)
+    p = study_parser(__doc__)
     p.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     p.add_argument("--count", type=int, default=96, help="passkeys a cell")
     p.add_argument("--mentions", type=int, nargs="+", default=[1, 4, 8])

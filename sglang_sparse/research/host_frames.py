@@ -16,11 +16,9 @@ that, unless a block is a token.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from sglang_sparse.config import load_preset
 from sglang_sparse.research import kascade
+from sglang_sparse.research.arguments import preset_study_parser
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.frames import FramePool
@@ -198,11 +197,7 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, write the rows, and print the table."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--table", type=Path, help="file for the table as Markdown")
-    p.add_argument("--presets", nargs="+", default=list(PRESETS))
+    p = preset_study_parser(__doc__, PRESETS)
     p.add_argument("--length", type=int, default=8192, help="tokens of a prompt")
     p.add_argument("--texts", type=int, default=4)
     p.add_argument("--steps", type=int, default=64, help="tokens decoded behind each text")

@@ -8,7 +8,6 @@ The most important cells are measured first, and a run continues after the last 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.config import Anchors, load_preset
+from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import Study
@@ -162,9 +162,7 @@ def draw(cells: Sequence[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Run the study and draw it."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    parser.add_argument("--out", type=Path, default=Path("build/kascade.json"))
+    parser = study_parser(main.__doc__, "build/kascade.json")
     parser.add_argument("--count", type=int, default=200, help="samples a cell")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--tasks", type=lambda text: text.split(","), default=list(TASKS))

@@ -12,7 +12,6 @@ of other files, so that lengths can be measured side by side.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import Study, part_rows
@@ -252,9 +252,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     """Run the study."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    p.add_argument("--out", type=Path, default=Path("build/mass.json"))
+    p = study_parser(__doc__, "build/mass.json")
     p.add_argument("--plots", type=Path, help="folder for two PNG files")
     p.add_argument("--join", type=Path, nargs="+", default=[], help="results of other lengths")
     p.add_argument("--count", type=int, default=200, help="samples a cell")

@@ -9,8 +9,6 @@ that ``--out`` holds already are not measured again.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from sglang_sparse.config import (
     SparseConfig,
     load_preset,
 )
+from sglang_sparse.research.arguments import preset_study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.mass_study import MassStudy
 from sglang_sparse.research.policies import Kind, Policy
@@ -97,11 +96,7 @@ def summary(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Run the study, write its cells, and print the table."""
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--table", type=Path, help="file for the table as Markdown")
-    p.add_argument("--presets", nargs="+", default=list(PRESETS))
+    p = preset_study_parser(__doc__, PRESETS)
     p.add_argument("--count", type=int, default=192, help="samples a cell")
     p.add_argument("--seed", type=int, default=5)
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])

@@ -9,12 +9,11 @@ the first layer dense as in the reference preset.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 
+from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy, Storage
 from sglang_sparse.research.study import RETRIEVAL, Study
@@ -45,9 +44,7 @@ def rows_of(study: Study) -> list[dict[str, object]]:
 
 def main() -> None:
     """Run the study; the cells are in the report beside the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    parser.add_argument("--out", type=Path, default=Path("build/sketch.json"))
+    parser = study_parser((__doc__ or "").split("\n", 1)[0], "build/sketch.json")
     parser.add_argument("--count", type=int, default=200, help="samples a task")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--length", type=int, default=4096)

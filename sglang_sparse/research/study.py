@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang_sparse.calibrate.files import replacing
+from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.model import Attend, ReferenceModel
@@ -206,9 +207,7 @@ def parser() -> argparse.ArgumentParser:
     def numbers(text: str) -> list[int]:
         return [int(n) for n in names(text)]
 
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--model", type=Path, default=Path("configs/reference/model"))
-    p.add_argument("--out", type=Path, default=Path("build/study.json"))
+    p = study_parser(__doc__, "build/study.json")
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--lengths", type=numbers, default=[4096, 8192, 16384])

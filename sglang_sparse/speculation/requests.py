@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_sparse import compat
-from sglang_sparse.config import ConfigError
+from sglang_sparse.checks import refuse
 from sglang_sparse.speculation.flags import algorithm
 
 _GREEDY_BELOW = 1e-6  # SGLang takes a lower temperature for greedy
@@ -36,10 +36,9 @@ def check_greedy(sampling_params: Mapping[str, Any], server_args: Any) -> None:
     temperature = params["temperature"]
     if params.get("top_k") == 1 or (temperature is not None and temperature < _GREEDY_BELOW):
         return
-    raise ConfigError(
-        flag="temperature",
-        value=str(temperature),
-        problem="--speculative-algorithm verifies greedily on a CPU",
-        allowed="0, or top_k 1",
-        remedy="ask for temperature 0, or serve without speculation",
+    raise refuse(
+        "temperature",
+        temperature,
+        "0, or top_k 1, where --speculative-algorithm verifies on a CPU",
+        "ask for temperature 0, or serve without speculation",
     )

@@ -61,3 +61,20 @@ def mass_rounding(products: torch.Tensor, dim: int) -> float:
     """
     logit = dot_rounding(products.amax(), dim)
     return float(logit) + (products.shape[-1] + 2) * UNIT_ROUNDOFF[torch.float32]
+
+
+def attention_difference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> float:
+    """Bound of how far two float32 results of attention over the same tokens lie apart.
+
+    Each is off by :func:`attention_rounding`. The absolute products of a query with a key sum up to
+    no more than the product of their norms, and a weighted mean of values to no more than the
+    largest.
+
+    Args:
+        q: [..., D], all queries.
+        k, v: [..., tokens, D], all keys and values.
+        scale: factor on q.k.
+    """
+    products = q.norm(dim=-1).max() * k.norm(dim=-1).max() * scale
+    each = attention_rounding(products.expand(k.shape[-2]), q.shape[-1], v.abs().max())
+    return 2 * float(each)

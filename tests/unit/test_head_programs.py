@@ -7,22 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from layer_programs import CPU, DIM, GROUP, LAYERS, PAGE, LayerPrograms
 
-from sglang_sparse.backend.allocate import allocate
 from sglang_sparse.backend.heads import Heads, head_kinds, lists_of_heads
-from sglang_sparse.backend.program import compile_programs
-from sglang_sparse.backend.requests import RequestTable
-from sglang_sparse.choices.build import Columns
 from sglang_sparse.choices.role import Role
 from sglang_sparse.config import SparseConfig
-from sglang_sparse_kernels import DecodePlan, KVScales, Softmax, StepContext, decode_step
 from sglang_sparse_kernels.common import Impl
-from sglang_sparse_radix.planes_spec import PlaneSpec
-from sglang_sparse_radix.pool import bind_pool_class
 
-LAYERS, HEADS, GROUP, DIM, PAGE = 3, 4, 2, 64, 64
+HEADS = 4
 LENGTHS = (900, 333)
-CPU = torch.device("cpu")
 EVERY = {"kind": "every"}
 ANCHORS = {"kind": "anchors", "anchors": [0, 1]}
 CROSSED = ANCHORS | {"reuse": [{"layer": 2, "heads": [3, 1, 1, 0]}]}
@@ -94,56 +87,11 @@ def test_heads_read_their_own_list_or_the_one_that_a_map_names() -> None:
     assert lists_of_heads(mapped, range(4), 1) == [0, 0, 0, 0]
 
 
-class Layers:
-    """Programs of three layers over a real pool of random keys; two requests of a decode step."""
+class Layers(LayerPrograms):
+    """Programs of heads of two kinds."""
 
     def __init__(self, config: SparseConfig, impl: Impl) -> None:
-        self.config, self.impl = config, impl
-        random = torch.Generator().manual_seed(11)
-        pages = [-(-length // PAGE) for length in LENGTHS]
-        spec = PlaneSpec((*config.score.planes(), *config.budget.planes(config.score)))
-        self.pool: Any = bind_pool_class(spec, "torch")(
-            (sum(pages) + 1) * PAGE, page_size=PAGE, dtype=torch.float32, head_num=HEADS,
-            head_dim=DIM, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
-            start_layer=0, end_layer=LAYERS,
-        )  # fmt: skip
-        for rows in (*self.pool.k_buffer, *self.pool.v_buffer):
-            rows.copy_(torch.randn(rows.shape, generator=random))
-        self.plan = plan = DecodePlan.allocate(len(LENGTHS), max(pages))
-        plan.page_table[0, : pages[0]] = 1 + torch.arange(pages[0])
-        plan.page_table[1, : pages[1]] = 1 + pages[0] + torch.arange(pages[1])
-        plan.seq_lens.copy_(torch.tensor(LENGTHS))
-        plan.tail_start.copy_(plan.seq_lens - 1)
-        plan.request_slots.copy_(torch.tensor([2, 1]))
-        for column in (plan.reselect, plan.refresh):
-            column.fill_(1)
-        heads, columns = Heads(HEADS * GROUP, HEADS, DIM), Columns(3, CPU)
-        RequestTable(config, columns)
-        self.build = allocate(
-            config, self.pool, heads, columns, max_context=max(LENGTHS), impl=impl
-        )
-        plan.k_units.fill_(self.build.limits.capacity_units)
-        self.pool.update_planes(
-            plan.page_table, torch.zeros_like(plan.seq_lens), plan.seq_lens,
-            max_new_tokens=max(LENGTHS),
-        )  # fmt: skip
-        score = config.score.build(self.build)
-        budget = config.budget.build(self.build, config.score)
-        self.programs = compile_programs(config, self.build, score, budget)
-        budget.plan(plan.request_slots.long())
-        self.q = torch.randn((LAYERS, len(LENGTHS), HEADS * GROUP, DIM), generator=random)
-
-    def run(self, layer: int) -> torch.Tensor:
-        """Attention output of one layer, [rows, heads, group, dim]."""
-        program, q = self.programs[layer], self.q[layer]
-        out = torch.full_like(q, torch.nan)
-        step = StepContext(
-            q=q, kv=program.kv(self.plan.page_table, PAGE, KVScales()), plan=self.plan,
-            lists=program.read(self.build.lists.rows_of(self.plan), self.config.unit),
-            softmax=Softmax(DIM**-0.5), out=out, impl=self.impl,
-        )  # fmt: skip
-        decode_step(program.stages, step)
-        return out.view(len(LENGTHS), HEADS, GROUP, DIM)
+        super().__init__(config, LENGTHS, HEADS, seed=11, impl=impl)
 
     def window(self, layer: int, row: int, head: int) -> torch.Tensor:
         """[group, dim] attention to 64 sinks and the last 128 tokens."""

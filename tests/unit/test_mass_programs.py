@@ -9,21 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from error_budget import mass_rounding
+from layer_programs import DIM, GROUP, PAGE, LayerPrograms
 
-from sglang_sparse.backend.allocate import Heads, allocate
-from sglang_sparse.backend.program import compile_programs
-from sglang_sparse.backend.requests import RequestTable
-from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
-from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.progressive.reference import BOUND_MARGIN
-from sglang_sparse_kernels.records import KVScales, Softmax
-from sglang_sparse_kernels.step import Rank, StepContext, decode_step
-from sglang_sparse_radix.planes_spec import PlaneSpec
-from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
+from sglang_sparse_kernels.step import Rank
 
 REFERENCE = Path(__file__).parents[2] / "configs" / "reference"
-LAYERS, HEADS, GROUP, DIM, PAGE = 3, 2, 2, 64, 64
+HEADS = 2
 LENGTHS = (500, 333)
 MAPPED = {"layer": 2, "heads": [1, 0]}
 
@@ -36,56 +29,11 @@ def configured(preset: str, **changes: object) -> SparseConfig:
     return SparseConfig.model_validate(raw)
 
 
-class Layers:
-    """Programs of three layers over a real pool of random keys, two requests of one decode step."""
+class Layers(LayerPrograms):
+    """Programs under a budget of mass."""
 
     def __init__(self, config: SparseConfig) -> None:
-        self.config = config
-        random = torch.Generator().manual_seed(7)
-        pages = [-(-length // PAGE) for length in LENGTHS]
-        spec = PlaneSpec((*config.score.planes(), *config.budget.planes(config.score)))
-        self.pool: SparseMHATokenToKVPool = bind_pool_class(spec, "torch")(
-            (sum(pages) + 1) * PAGE, page_size=PAGE, dtype=torch.float32, head_num=HEADS,
-            head_dim=DIM, layer_num=LAYERS, device="cpu", enable_memory_saver=False,
-            start_layer=0, end_layer=LAYERS,
-        )  # fmt: skip
-        for rows in (*self.pool.k_buffer, *self.pool.v_buffer):
-            rows.copy_(torch.randn(rows.shape, generator=random))
-        self.plan = plan = DecodePlan.allocate(len(LENGTHS), max(pages))
-        plan.page_table[0, : pages[0]] = 1 + torch.arange(pages[0])
-        plan.page_table[1, : pages[1]] = 1 + pages[0] + torch.arange(pages[1])
-        plan.seq_lens.copy_(torch.tensor(LENGTHS))
-        plan.tail_start.copy_(plan.seq_lens - 1)
-        plan.request_slots.copy_(torch.tensor([2, 1]))
-        heads, columns = Heads(HEADS * GROUP, HEADS, DIM), Columns(3, torch.device("cpu"))
-        RequestTable(config, columns)
-        self.build = build = allocate(
-            config, self.pool, heads, columns, max_context=max(LENGTHS), impl="torch"
-        )
-        capacity = torch.tensor(build.limits.capacity_units)
-        plan.k_units.copy_(torch.minimum(capacity, -(-plan.tail_start // config.unit)))
-        plan.reselect.fill_(1)
-        plan.refresh.fill_(1)
-        self.pool.update_planes(
-            plan.page_table, torch.zeros_like(plan.seq_lens), plan.seq_lens,
-            max_new_tokens=max(LENGTHS),
-        )  # fmt: skip
-        score, self.mass = config.score.build(build), config.budget.build(build, config.score)
-        self.programs = compile_programs(config, build, score, self.mass)
-        self.mass.plan(plan.request_slots.long())
-        self.q = torch.randn((LAYERS, len(LENGTHS), HEADS * GROUP, DIM), generator=random)
-
-    def run(self, layer: int) -> torch.Tensor:
-        """Attention output of one layer, [rows, heads, dim]."""
-        program, q = self.programs[layer], self.q[layer]
-        out = torch.full_like(q, torch.nan)
-        step = StepContext(
-            q=q, kv=program.kv(self.plan.page_table, PAGE, KVScales()), plan=self.plan,
-            lists=program.read(self.build.lists.rows_of(self.plan), self.config.unit),
-            softmax=Softmax(DIM**-0.5), out=out, impl="torch",
-        )  # fmt: skip
-        decode_step(program.stages, step)
-        return out
+        super().__init__(config, LENGTHS, HEADS, seed=7, impl="torch")
 
     def ranked(self, layer: int) -> torch.Tensor:
         """int32 [list rows, heads], how many units the layer's lists rank."""
@@ -166,7 +114,7 @@ def test_reuse_layers_attend_to_what_their_anchor_reached(crossed: bool) -> None
     layers.q[1] *= torch.tensor([4.0, 1.0])[:, None, None]  # one row is sharp, one is flat
     layers.run(0)
     layers.run(1)
-    out = layers.run(2).view(len(LENGTHS), HEADS, GROUP, DIM)
+    out = layers.run(2)
     counts = []
     for row in range(len(LENGTHS)):
         for head in range(HEADS):
@@ -178,7 +126,7 @@ def test_reuse_layers_attend_to_what_their_anchor_reached(crossed: bool) -> None
             want = kept / kept.sum(-1, keepdim=True) @ values.double()
             layers.assert_attention(out[row, head], want, layer=2, row=row)
     assert min(counts) < 64 < max(counts), "lists of one layer stop at different depths"
-    assert set(layers.mass.counters.read()) == {0, 1}
+    assert set(layers.budget.counters.read()) == {0, 1}
 
 
 def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() -> None:
@@ -191,7 +139,7 @@ def test_between_selections_the_ranking_is_kept_and_the_share_is_reached_anew() 
     assert (reached < ranked).all()
     layers.plan.reselect.zero_()
     layers.q[1] *= 0.005  # flat: a share needs as many blocks as it is large
-    out = layers.run(1).view(len(LENGTHS), HEADS, GROUP, DIM)
+    out = layers.run(1)
     assert torch.equal(program.indices[at], order)
     assert (program.counts[at] > reached).all()
     for row in range(len(LENGTHS)):

@@ -54,7 +54,7 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
 ) -> None:
     prefill, compiled = prefill_of(fraction), set()
 
-    def run(batch: TileBatch, layer: int, q: torch.Tensor, **_: object) -> torch.Tensor:
+    def run(batch: TileBatch, layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
         assert q.dtype == torch.float16
         assert q.shape == (len(batch.counts) * prefill.tile_tokens, HEADS * GROUP, DIM)
         compiled.add((layer, shape_of(batch)))

@@ -17,7 +17,7 @@ from sglang_sparse_kernels import KVScales
 def test_a_layer_is_waited_for_before_it_is_read(attends: bool) -> None:
     said: list[Any] = []
 
-    def read(program: object, q: torch.Tensor, **_: object) -> torch.Tensor:
+    def read(program: object, q: torch.Tensor, *_: object) -> torch.Tensor:
         said.append("read")
         return q
 

@@ -25,25 +25,31 @@ def gathered_decode_attention(
 ) -> None:
     """Softmax attention over the listed units and the contiguous tail (SparCas section 3.4).
 
-    Row r, KV head h attends to the positions below tail_start of the units
-    ``indices[rows[r], h, :counts[rows[r], h]]`` of ``lists`` and to [tail_start, seq_len). A row
-    with k_units 0 has an empty list, whatever its count says; with tail_start 0 it is dense. With a
-    ``head_map`` KV head h attends to list ``head_map[h]`` (Kascade section 3.5). A streaming
-    head of the lists' ``windows`` attends to its sinks and window alone in a row that selects.
+    KV head h of row r attends to two sets of positions: the tail [tail_start, seq_len), and the
+    positions below tail_start of the units ``indices[rows[r], h, :counts[rows[r], h]]`` of
+    ``lists``.
 
-    With several queries a row, consecutive tokens of its request, they share its lists. The plan is
-    the first one's: query j attends to [tail_start, seq_len + j), and its window ends there.
+    - A row with k_units 0 has an empty list, whatever its count says.
+    - A row with tail_start 0 is dense.
+    - With a ``head_map``, KV head h reads list ``head_map[h]`` (Kascade section 3.5).
+    - A streaming head of ``lists.windows`` reads no list. In a row that selects, it attends to its
+      sinks and its window.
+
+    A row may have several queries. They are consecutive tokens of one request and share its lists.
+    The plan describes the first of them. Query j attends to the tail [tail_start, seq_len + j), and
+    its window ends at seq_len + j.
 
     Args:
         q: [R * queries, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows;
             D is 64 or 128.
         kv: KV rows in q's dtype or fp8 e4m3, with their scales.
         plan: R rows.
-        lists: entries of a list past k_units are not attended to.
+        lists: at most k_units entries of a list are read.
         softmax: scale and cap of the logits.
         out: [R * queries, H * G, D], q's dtype, contiguous; every entry is written.
         workspace: from :func:`make_workspace` for at least R rows. Needed by "triton".
-        queries: of each row; "triton" takes ``queries * G`` of up to :data:`MAX_QUERIES`.
+        queries: queries of each row. For "triton", ``queries * G`` is at most
+            :data:`MAX_QUERIES`.
         impl: "triton", "cpu" or "torch".
 
     Raises:

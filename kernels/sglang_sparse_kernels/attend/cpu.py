@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention for a CPU: rows are gathered once for all heads, and multiplied in float32."""
+"""Decode attention for a CPU: KV rows are gathered once for all heads and multiplied in float32."""
 
 import torch
 
@@ -53,10 +53,14 @@ def _attend_to_all(
 def _positions(
     lists: Lists, row: int, heads: torch.Tensor, length: int, tail: int, units: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What each of ``heads`` attends to: int64 [heads, n], and bool [heads, n] past a list's end.
+    """The positions that each of ``heads`` attends to, and which of them are padding.
 
-    A list that ends early is filled up with the last position, which every head attends to anyway.
-    So no other row is read. These entries are hidden; if there are none, the second is None.
+    Lists differ in length. A shorter one is padded with the row's last position, which every head
+    attends to in any case, so padding reads no further row.
+
+    Returns:
+        int64 [heads, n] positions, and bool [heads, n] that is set where they are padding, or None
+        if nothing is.
     """
     unit, after = lists.unit, torch.arange(tail, length)
     if units == 0:
@@ -86,9 +90,9 @@ def _attend(
     hidden: torch.Tensor | None,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Attention of ``heads`` to ``positions`` [heads, n] that are not hidden; [heads, G, D].
+    """Attention of ``heads`` to ``positions`` [heads, n], without the padding.
 
-    ``query`` is [H, G, D].
+    ``query`` is [H, G, D], the result [heads, G, D].
     """
     query, dim = query[heads], query.shape[2]
     # The heads of a slot are rows of their own.

@@ -28,7 +28,7 @@ ONE_TILE = tl.constexpr(64)
 
 
 def _tile(split_tokens: int) -> tuple[int, int, int]:
-    """(tokens a tile, stages, warps) for splits of so many tokens, as measured on one H200."""
+    """Tokens a tile, stages and warps for splits of ``split_tokens``, measured on one H200."""
     # Of three stages, one each is for the units that tokens are of, their pages, and K and V.
     return (ONE_TILE.value, 4, 2) if split_tokens <= ONE_TILE.value else (128, 3, 4)
 
@@ -48,7 +48,11 @@ def _rows(
     PAGE: tl.constexpr,
     WINDOWS: tl.constexpr,
 ):
-    """(KV rows, whether attended to) [BN] of the tokens from ``first`` on, below ``last``."""
+    """Slots of the tokens [first, first + BN), and whether each is attended to; both [BN].
+
+    Tokens are counted through the tail and then through the list. Those from ``last`` on do not
+    exist.
+    """
     o_n = first + tl.arange(0, BN)
     m_tail, m_n = o_n < tail_tokens, o_n < last
     o_l = o_n - tail_tokens

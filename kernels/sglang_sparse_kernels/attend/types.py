@@ -3,6 +3,7 @@
 
 import torch
 
+from ..common import Device
 from ..device import programs_to_fill
 
 # What follows was measured on one H200.
@@ -36,7 +37,7 @@ def make_workspace(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    device: torch.device | str,
+    device: Device,
     *,
     queries: int = 1,
 ) -> torch.Tensor:

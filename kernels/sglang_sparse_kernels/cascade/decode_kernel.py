@@ -14,8 +14,16 @@ import triton.language as tl
 from ..attend.types import num_splits
 from ..common import next_power_of_2
 from ..records import Softmax
+from ..triton_ops import (
+    HeadShape,
+    cast,
+    constants,
+    dot,
+    online_softmax,
+    overlapping,
+    scaled_logits,
+)
 from ..triton_ops import begin as overlap
-from ..triton_ops import cast, constants, dot, online_softmax, overlapping, scaled_logits
 from .device_ops import BatchArgs, Shape, StateArgs, batch_row, rotated
 from .types import AttentionAverage, CascadeBatch, CascadeState, CascadeWorkspace, check_queries
 
@@ -36,38 +44,35 @@ def cascade_decode_kernel(
     scale_log2,
     logit_cap,
     C: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
+    S: tl.constexpr,
     BN: tl.constexpr,
     SPLITS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     overlap()
-    i_r, i_h, i_s = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
+    i_r, i_h, i_s = tl.program_id(0) // S.H, tl.program_id(0) % S.H, tl.program_id(1)
     slot, i_q, _, held = batch_row(batch, i_r, C)
-    o_g, o_d = tl.arange(0, BG), tl.arange(0, D)
-    m_g = o_g < G
-    p_q = q + i_q.to(tl.int64) * stride_q + (i_h * G + o_g)[:, None] * D
-    o_now = tl.zeros((BG,), tl.int32) + tl.maximum(held - 1, 0)
-    b_q1, b_q2 = rotated(p_q, cos_sin, o_now, m_g, D)
-    b_acc = tl.zeros((BG, D), tl.float32)
-    b_max = tl.full((BG,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BG,), tl.float32)
-    row = (slot * H + i_h) * C.ROWS
-    o_q = (i_r.to(tl.int64) * H + i_h) * G + o_g
+    o_g, o_d = tl.arange(0, S.BG), tl.arange(0, S.D)
+    m_g = o_g < S.G
+    p_q = q + i_q.to(tl.int64) * stride_q + (i_h * S.G + o_g)[:, None] * S.D
+    o_now = tl.zeros((S.BG,), tl.int32) + tl.maximum(held - 1, 0)
+    b_q1, b_q2 = rotated(p_q, cos_sin, o_now, m_g, S.D)
+    b_acc = tl.zeros((S.BG, S.D), tl.float32)
+    b_max = tl.full((S.BG,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((S.BG,), tl.float32)
+    row = (slot * S.H + i_h) * C.ROWS
+    o_q = (i_r.to(tl.int64) * S.H + i_h) * S.G + o_g
     share = tl.cdiv(tl.cdiv(held, SPLITS), BN) * BN
     first = i_s * share
     last = tl.minimum(first + share, held)
     for i_n in tl.range(first, last, BN, num_stages=STAGES):
         o_n = i_n + tl.arange(0, BN)
         m_n = o_n < last
-        o_kv = (row + o_n)[:, None] * D
-        b_k1, b_k2 = rotated(state.k + o_kv, cos_sin, o_n, m_n, D)
+        o_kv = (row + o_n)[:, None] * S.D
+        b_k1, b_k2 = rotated(state.k + o_kv, cos_sin, o_n, m_n, S.D)
         # [BG, BN]
-        b_s = dot(b_q1, tl.trans(b_k1), tl.zeros((BG, BN), tl.float32))
+        b_s = dot(b_q1, tl.trans(b_k1), tl.zeros((S.BG, BN), tl.float32))
         b_s = dot(b_q2, tl.trans(b_k2), b_s)
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
         m_s = m_g[:, None] & m_n[None, :]
@@ -81,7 +86,7 @@ def cascade_decode_kernel(
     tl.store(lse + o_s, b_lse, mask=m_g)
     if first < last:
         b_o = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-        tl.store(partial + o_s[:, None] * D + o_d[None, :], b_o, mask=m_g[:, None])
+        tl.store(partial + o_s[:, None] * S.D + o_d[None, :], b_o, mask=m_g[:, None])
 
 
 @triton.jit
@@ -112,21 +117,18 @@ def cascade_finish_kernel(
     beta,
     gain,
     C: tl.constexpr,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
+    S: tl.constexpr,
     BN: tl.constexpr,
     SPLITS: tl.constexpr,
     BS: tl.constexpr,
     MEAN: tl.constexpr,
 ):
     overlap()
-    i_r, i_h, i_t = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
+    i_r, i_h, i_t = tl.program_id(0) // S.H, tl.program_id(0) % S.H, tl.program_id(1)
     slot, i_q, _, held = batch_row(batch, i_r, C)
-    o_g, o_s = tl.arange(0, BG), tl.arange(0, BS)
-    m_g = o_g < G
-    o_q = (i_r.to(tl.int64) * H + i_h) * G + o_g
+    o_g, o_s = tl.arange(0, S.BG), tl.arange(0, BS)
+    m_g = o_g < S.G
+    o_q = (i_r.to(tl.int64) * S.H + i_h) * S.G + o_g
     m_s = m_g[:, None] & (o_s < SPLITS)[None, :]
     # [BG, BS]
     b_lse = tl.load(lse + o_q[:, None] * SPLITS + o_s[None, :], mask=m_s, other=float("-inf"))
@@ -135,16 +137,16 @@ def cascade_finish_kernel(
     b_total = tl.sum(tl.exp2(b_lse - b_shift[:, None]), 1)
     b_total = b_shift + tl.log2(tl.where(b_total > 0, b_total, 1.0))
     if i_t == 0:
-        o_o = (i_q.to(tl.int64) * H * G + i_h * G + o_g) * D
-        _merge(partial + o_q * SPLITS * D, b_lse, b_total, out, o_o, m_g, D, SPLITS)
+        o_o = (i_q.to(tl.int64) * S.H * S.G + i_h * S.G + o_g) * S.D
+        _merge(partial + o_q * SPLITS * S.D, b_lse, b_total, out, o_o, m_g, S.D, SPLITS)
     o_n = i_t * BN + tl.arange(0, BN)
     m_n = o_n < held
     m_p = m_g[:, None] & m_n[None, :]
     # [BG, BN]
     b_s = tl.load(logits + o_q[:, None] * C.ROWS + o_n[None, :], mask=m_p, other=float("-inf"))
     b_p = tl.exp2(b_s - b_total[:, None])
-    b_given = tl.sum(b_p, 0) / G if MEAN else tl.max(b_p, 0)
-    p_score = state.scores + (slot * H + i_h) * C.ROWS + o_n
+    b_given = tl.sum(b_p, 0) / S.G if MEAN else tl.max(b_p, 0)
+    p_score = state.scores + (slot * S.H + i_h) * C.ROWS + o_n
     b_score = tl.load(p_score, mask=m_n, other=0.0)
     tl.store(p_score, beta * b_score + gain * b_given, mask=m_n)
 
@@ -159,7 +161,8 @@ def cascade_decode_triton(
         ValueError: if ``workspace`` is too small for this batch.
     """
     rows, query_heads, dim = q.shape
-    heads, group, shape = state.num_heads, check_queries(q, state), state.shape
+    check_queries(q, state)
+    heads, shape = state.num_heads, state.shape
     splits = num_splits(rows, heads, shape.rows, q.device)
     partials = rows * query_heads * splits
     scratch = workspace.attention
@@ -173,13 +176,13 @@ def cascade_decode_triton(
     cascade_decode_kernel[(rows * heads, splits)](
         q, held, args, cos_sin, workspace.logits, partial, lse, q.stride(0),
         softmax.scale_log2, softmax.logit_cap,
-        C=info, H=heads, G=group, BG=max(16, next_power_of_2(group)), D=dim, BN=TILE,
+        C=info, S=constants(HeadShape.of(q, heads, least=16)), BN=TILE,
         SPLITS=splits, HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, num_warps=WARPS,
         **overlapping(rows * heads),
     )  # fmt: skip
     cascade_finish_kernel[(rows * heads, triton.cdiv(shape.rows, SCORED))](
         held, args, workspace.logits, partial, lse, out, average.beta, average.gain,
-        C=info, H=heads, G=group, BG=next_power_of_2(group), D=dim, BN=SCORED, SPLITS=splits,
+        C=info, S=constants(HeadShape.of(q, heads)), BN=SCORED, SPLITS=splits,
         BS=next_power_of_2(splits), MEAN=average.reduce == "mean", num_warps=4,
         **overlapping(rows * heads),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import torch
 
 from ..attend.types import make_workspace
-from ..common import check_choice, check_contiguous, check_dtype, check_shape, group_size
+from ..common import Device, check_choice, check_contiguous, check_dtype, check_shape, group_size
 from ..records import HEAD_DIMS, MAX_GROUP
 
 Reduction = Literal["mean", "max"]
@@ -171,7 +171,7 @@ def make_cascade_state(
     kv_heads: int,
     dim: int,
     dtype: torch.dtype,
-    device: torch.device | str,
+    device: Device,
 ) -> CascadeState:
     """An empty state; a slot needs no reset when another request takes it."""
     size = (layers, slots, kv_heads, shape.rows)

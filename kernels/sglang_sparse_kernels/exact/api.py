@@ -64,11 +64,9 @@ def exact_score(
     check_choice("impl", impl, IMPLS)
     kv.group_of(q)
     out.check(plan.num_rows, lists_of(pool, kv.num_heads))
-    if impl == "torch":
-        exact_score_reference(q, kv, plan, softmax=softmax, pool=pool, out=out)
-        return
-    if impl == "cpu":
-        exact_score_cpu(q, kv, plan, softmax=softmax, pool=pool, out=out)
+    if impl != "triton":
+        score = exact_score_reference if impl == "torch" else exact_score_cpu
+        score(q, kv, plan, softmax=softmax, pool=pool, out=out)
         return
     kv.check_triton(q)
     out.check_triton()

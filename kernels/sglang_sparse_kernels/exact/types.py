@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..common import Device, check_fits
 from ..device import programs_to_fill
 
 # Measured on one H200.
@@ -34,10 +35,7 @@ class ExactWorkspace:
 
     def rows(self, batch_size: int) -> "ExactWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.logits.shape[0]:
-            raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.logits.shape[0]}"
-            )
+        check_fits(batch_size, self.logits)
         return ExactWorkspace(self.logits[:batch_size], self.partials)
 
     @property
@@ -47,11 +45,7 @@ class ExactWorkspace:
 
 
 def make_exact_workspace(
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    max_units: int,
-    device: torch.device | str,
+    max_rows: int, num_heads: int, num_kv_heads: int, max_units: int, device: Device
 ) -> ExactWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
 

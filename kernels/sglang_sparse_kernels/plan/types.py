@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from ..triton_ops import PlanArgs
 
-from ..common import PAGE_SIZES, check_contiguous, check_dtype, check_shape
+from ..common import PAGE_SIZES, Device, check_contiguous, check_dtype, check_shape
 
 DENSE_REQUEST = 2**31 - 2
 """``decode_start`` of a request that must stay dense: it never reaches its first sparse step."""
@@ -145,9 +145,7 @@ class DecodePlan:
     update_start: torch.Tensor
 
     @classmethod
-    def allocate(
-        cls, max_rows: int, max_pages: int, device: torch.device | str = "cpu"
-    ) -> "DecodePlan":
+    def allocate(cls, max_rows: int, max_pages: int, device: Device = "cpu") -> "DecodePlan":
         """Zeroed buffers for up to ``max_rows`` rows of up to ``max_pages`` pages."""
 
         def per_row() -> torch.Tensor:

@@ -2,6 +2,7 @@
 """Plain PyTorch definition of the planes, from the KV rows."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -94,6 +95,15 @@ def cuboid_mean(keys: torch.Tensor, written: torch.Tensor) -> tuple[torch.Tensor
     return centre - distance, centre + distance
 
 
+class _Written(NamedTuple):
+    """Where K is new: positions [start, end) of each row (:func:`update_planes`)."""
+
+    page_table: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+    page_size: int
+
+
 def _flat_ranges(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(row, value) of every integer of the half-open ranges [start, end), rows in order."""
     lengths = (end - start).clamp(min=0).long()
@@ -116,14 +126,10 @@ def _store_nibbles(
 
 
 def _update_sketch(
-    k_layers: Sequence[torch.Tensor],
-    planes: PlaneBuffers,
-    page_table: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    page_size: int,
+    k_layers: Sequence[torch.Tensor], planes: PlaneBuffers, written: _Written
 ) -> None:
     assert planes.key_sketch is not None
+    page_table, start, end, page_size = written
     rows, positions = _flat_ranges(start, end)
     pages = page_table[rows, positions // page_size].long()
     offsets = positions % page_size
@@ -143,13 +149,9 @@ def _update_sketch(
 
 
 def _update_logical_pages(
-    k_layers: Sequence[torch.Tensor],
-    planes: PlaneBuffers,
-    page_table: torch.Tensor,
-    start: torch.Tensor,
-    end: torch.Tensor,
-    page_size: int,
+    k_layers: Sequence[torch.Tensor], planes: PlaneBuffers, written: _Written
 ) -> None:
+    page_table, start, end, page_size = written
     unit = planes.logical_page
     some = end > start
     rows, logical = _flat_ranges(
@@ -160,15 +162,15 @@ def _update_logical_pages(
     entries = pages * (page_size // unit) + first % page_size // unit
     within = torch.arange(unit, device=start.device)
     slots = (pages * page_size + first % page_size)[:, None] + within
-    written = first[:, None] + within < end[rows, None]
-    hidden = ~written[..., None, None]
+    shown = first[:, None] + within < end[rows, None]
+    hidden = ~shown[..., None, None]
     for layer, all_keys in enumerate(k_layers):
         keys = computable(take(all_keys, slots))
         if planes.page_min is not None and planes.page_max is not None:
             put(planes.page_min[layer], entries, keys.masked_fill(hidden, float("inf")).amin(1))
             put(planes.page_max[layer], entries, keys.masked_fill(hidden, float("-inf")).amax(1))
         if planes.page_mean_low is not None and planes.page_mean_high is not None:
-            low, high = cuboid_mean(keys, written)
+            low, high = cuboid_mean(keys, shown)
             put(planes.page_mean_low[layer], entries, low)
             put(planes.page_mean_high[layer], entries, high)
 
@@ -183,7 +185,8 @@ def update_planes_reference(
     page_size: int,
 ) -> None:
     """See :func:`sglang_sparse_kernels.update_planes`."""
+    written = _Written(page_table, start, end, page_size)
     if planes.key_sketch is not None:
-        _update_sketch(k_layers, planes, page_table, start, end, page_size)
+        _update_sketch(k_layers, planes, written)
     if planes.page_min is not None or planes.page_mean_low is not None:
-        _update_logical_pages(k_layers, planes, page_table, start, end, page_size)
+        _update_logical_pages(k_layers, planes, written)

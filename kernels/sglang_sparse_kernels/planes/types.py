@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from ..common import FP8, PAGE_SIZES, check_contiguous, check_dtype, check_shape
+from ..common import FP8, PAGE_SIZES, Device, check_contiguous, check_dtype, check_shape
 
 SketchFormat = Literal["fp8", "int8", "int4", "bf16"]
 
@@ -158,7 +158,7 @@ class PlaneBuffers:
         key_sketch: SketchFormat | None,
         page_mean: bool = False,
         logical_page: int = 16,
-        device: torch.device | str = "cpu",
+        device: Device = "cpu",
     ) -> "PlaneBuffers":
         """Zeroed planes of a pool of ``shape``."""
         layers, pages, size = shape.num_layers, shape.num_pages, shape.page_size

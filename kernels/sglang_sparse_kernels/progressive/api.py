@@ -15,6 +15,7 @@ from .types import (
     COUNTERS,
     MassStop,
     ProgressiveWorkspace,
+    ResidualRule,
     StopState,
     check_microbatch,
     num_chunks,
@@ -115,20 +116,15 @@ def residual_bounds(
     checks = num_stop_checks(ranking.capacity, ranking.unit, microbatch)
     if out.shape[3] < checks:
         raise ValueError(f"out holds {out.shape[3]} stop checks, these lists take {checks}")
+    rule = ResidualRule(always, microbatch, softmax, margin)
     if impl != "triton":
-        residual_bounds_reference(
-            bounds, scores, plan, ranking, always=always, microbatch=microbatch, softmax=softmax,
-            margin=margin, out=out,
-        )  # fmt: skip
+        residual_bounds_reference(bounds, scores, plan, ranking, rule, out)
         return
     for name, tensor in {"bounds": bounds, "scores": scores.values, "out": out}.items():
         check_contiguous(name, tensor)
     from .rank_kernel import residual_bounds_triton
 
-    residual_bounds_triton(
-        bounds, scores, plan, ranking, always=always, microbatch=microbatch,
-        softmax=softmax, margin=margin, out=out,
-    )  # fmt: skip
+    residual_bounds_triton(bounds, scores, plan, ranking, rule, out)
 
 
 def progressive_decode_attention(

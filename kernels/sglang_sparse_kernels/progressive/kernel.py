@@ -36,6 +36,7 @@ from .work_kernel import (
     Ranking,
     Rows,
     Tiles,
+    Work,
     attend_split,
     candidate_units,
     chunk_plan,
@@ -81,12 +82,7 @@ def row_heads_tile(count: int) -> int:
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=SLICES)
 def progressive_attend_kernel(
-    queries,
-    kv,
-    rows,
-    windows,
-    ranking,
-    out,
+    work,
     k_units,
     ranked,
     expected,
@@ -98,6 +94,7 @@ def progressive_attend_kernel(
     T: tl.constexpr,
     SPARE: tl.constexpr,
 ):
+    rows, windows = work.rows, work.windows
     programs = tl.num_programs(0)
     o_r = tl.arange(0, T.BR)
     m_r = o_r < count
@@ -106,7 +103,7 @@ def progressive_attend_kernel(
     i_e = tl.load(request_slots + o_r // L.H).to(tl.int64) * L.H + o_r % L.H
     b_expected = tl.maximum(tl.load(expected + i_e), 1)
     b_candidates = candidate_units(
-        k_units, rows.list_rows, ranked, windows, o_r, ranking.capacity, L.H
+        k_units, rows.list_rows, ranked, windows, o_r, work.ranking.capacity, L.H
     )
     _, _, b_prologue, b_total, _, _, _ = row_plan(rows, windows, o_r, b_candidates, L)
     b_first_tiles, _, b_first_chunks, b_batches, b_all = chunk_plan(b_prologue, b_total, L)
@@ -120,20 +117,12 @@ def progressive_attend_kernel(
     if tl.program_id(0) == 0:
         tl.store(attended + o_r, b_first_chunks + b_taken, mask=m_r)
         tl.store(candidates + o_r, b_candidates, mask=m_r)
-    attend_split(
-        b_tiles, b_candidates, tl.zeros_like(b_tiles), queries, kv, rows, windows, ranking, out,
-        L, T,
-    )  # fmt: skip
+    attend_split(b_tiles, b_candidates, tl.zeros_like(b_tiles), work, L, T)
 
 
 @triton.jit(do_not_specialize=["count"])
 def progressive_extend_kernel(
-    queries,
-    kv,
-    rows,
-    windows,
-    ranking,
-    out,
+    work,
     attended,
     candidates,
     extended,
@@ -148,7 +137,7 @@ def progressive_extend_kernel(
     b_candidates = tl.load(candidates + o_r, mask=m_r, other=0)
     b_more = tl.load(extended + o_r, mask=m_r, other=0) - b_attended
     b_tiles = b_more * L.BATCH_TILES
-    attend_split(b_tiles, b_candidates, b_attended, queries, kv, rows, windows, ranking, out, L, T)
+    attend_split(b_tiles, b_candidates, b_attended, work, L, T)
 
 
 def progressive_decode_attention_triton(
@@ -174,7 +163,7 @@ def progressive_decode_attention_triton(
     )  # fmt: skip
     rows = Rows(plan.seq_lens, plan.tail_start, ranking.rows, always.sink, always.recent)
     chunks = Chunks(w.partial, w.lse, w.min_block, w.lse.shape[3])
-    attend = (
+    work = Work(
         Queries(q, q.stride(0), kv.logits(softmax).scale_log2, softmax.logit_cap),
         kv.args, rows, ranking.window_args, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
@@ -192,11 +181,11 @@ def progressive_decode_attention_triton(
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     progressive_attend_kernel[(programs,)](
-        *attend, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
+        work, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
         w.candidates, count, SPARE=SPARE, **launch,
     )  # fmt: skip
     progressive_finish_kernel[(count, 1 + slices)](*check, AGAIN=False, **finish, **tail)
     progressive_extend_kernel[(programs,)](
-        *attend, w.attended, w.candidates, w.extended, count, **launch, **tail
+        work, w.attended, w.candidates, w.extended, count, **launch, **tail
     )
     progressive_finish_kernel[(count, max(slices, 1))](*check, AGAIN=True, **finish, **tail)

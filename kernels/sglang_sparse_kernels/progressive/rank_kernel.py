@@ -11,9 +11,10 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..plan import DecodePlan
-from ..records import Always, Lists, Scores, Softmax
+from ..records import Always, Lists, Scores
 from ..triton_ops import is_read, selects_anew
 from .reference import BOUND_FLOOR, BOUND_MARGIN
+from .types import ResidualRule
 
 # Measured on one H200.
 RANK_WARPS = 4
@@ -249,23 +250,17 @@ def rank_units_triton(
 
 
 def residual_bounds_triton(
-    bounds: torch.Tensor,
-    scores: Scores,
-    plan: DecodePlan,
-    ranking: Lists,
-    *,
-    always: Always,
-    microbatch: int,
-    softmax: Softmax,
-    margin: float,
+    bounds: torch.Tensor, scores: Scores, plan: DecodePlan, ranking: Lists, rule: ResidualRule,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """Launch :func:`residual_bounds_kernel`, one program a row and KV head."""
     rows, heads, group, width = bounds.shape
+    always, softmax, microbatch = rule.always, rule.softmax, rule.microbatch
     residual_bounds_kernel[(rows * heads,)](
         bounds, scores.values, plan.args, scores.unread, ranking.rows, ranking.indices,
         ranking.counts, out, width, ranking.capacity, out.shape[3], always.sink, always.recent,
-        softmax.scale_log2, softmax.logit_cap, BOUND_FLOOR, (1 + BOUND_MARGIN) * math.exp(-margin),
+        softmax.scale_log2, softmax.logit_cap, BOUND_FLOOR,
+        (1 + BOUND_MARGIN) * math.exp(-rule.margin),
         H=heads, G=group, BG=next_power_of_2(group), UNIT=ranking.unit,
         BATCH_UNITS=microbatch // ranking.unit, BT=BOUNDS_TILE, HAS_CAP=softmax.logit_cap > 0,
         num_warps=4,

@@ -8,7 +8,7 @@ import torch
 from ..common import accumulate_dtype, rankable
 from ..plan import DecodePlan
 from ..records import Always, KVView, Lists, Scores, Softmax, scored_rows
-from .types import MassStop, StopState
+from .types import MassStop, ResidualRule, StopState
 
 BOUND_MARGIN = 2.0**-8
 """Bounds of the residual mass are raised by this part, so that rounding never makes them small."""
@@ -61,27 +61,19 @@ def rank_units_reference(
 
 
 def residual_bounds_reference(
-    bounds: torch.Tensor,
-    scores: Scores,
-    plan: DecodePlan,
-    ranking: Lists,
-    *,
-    always: Always,
-    microbatch: int,
-    softmax: Softmax,
-    margin: float,
+    bounds: torch.Tensor, scores: Scores, plan: DecodePlan, ranking: Lists, rule: ResidualRule,
     out: torch.Tensor,
-) -> None:
+) -> None:  # fmt: skip
     """See :func:`sglang_sparse_kernels.residual_bounds`."""
     unit, read = ranking.unit, scores.read
-    step = microbatch // unit
+    step, always, margin = rule.microbatch // unit, rule.always, rule.margin
     for row in scored_rows(plan) if len(read) else ():
         tokens, target = int(plan.tail_start[row]), int(ranking.rows[row])
         units = -(-tokens // unit)
         kept = int(ranking.counts[target, read].max())  # a row's lists are equally long
         first = min(prologue_units(forced_units(tokens, unit, always), step), kept)
         sizes = (tokens - torch.arange(units, device=bounds.device) * unit).clamp(max=unit)
-        logs = softmax.logits(bounds[row, read, :, :units]) + sizes.log()
+        logs = rule.softmax.logits(bounds[row, read, :, :units]) + sizes.log()
         top = logs.amax(-1, keepdim=True)
         mass = (logs - top).exp()
         order = ranking.indices[target, read, None, :kept].long().expand(*mass.shape[:2], kept)

@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 import torch
 
-from ..common import check_choice, check_contiguous, check_dtype, check_shape
-from ..records import Always
+from ..common import Device, check_choice, check_contiguous, check_dtype, check_fits, check_shape
+from ..records import Always, Softmax
 
 Share = Literal["min", "mean"]
 SHARES: tuple[str, ...] = get_args(Share)
@@ -75,6 +75,23 @@ class MassStop:
 
 
 @dataclass(frozen=True)
+class ResidualRule:
+    """How the residual mass is bounded (:func:`sglang_sparse_kernels.residual_bounds`).
+
+    Attributes:
+        always: tokens that are selected whatever their scores, as the ranking has them.
+        microbatch: tokens between two stop checks.
+        softmax: scale and cap of the logits.
+        margin: nats to take off, at least 0.
+    """
+
+    always: Always
+    microbatch: int
+    softmax: Softmax
+    margin: float
+
+
+@dataclass(frozen=True)
 class StopState:
     """Where rows stopped, and sums over all stops.
 
@@ -119,10 +136,7 @@ class ProgressiveWorkspace:
 
     def rows(self, batch_size: int) -> "ProgressiveWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.lse.shape[0]:
-            raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.lse.shape[0]}"
-            )
+        check_fits(batch_size, self.lse)
         return ProgressiveWorkspace(
             **{field.name: getattr(self, field.name)[:batch_size] for field in fields(self)}
         )
@@ -138,12 +152,7 @@ def progressive_row_bytes(num_heads: int, num_kv_heads: int, head_dim: int, chun
 
 
 def make_progressive_workspace(
-    max_rows: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    chunks: int,
-    device: torch.device | str,
+    max_rows: int, num_heads: int, num_kv_heads: int, head_dim: int, chunks: int, device: Device
 ) -> ProgressiveWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
 

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from ..triton_ops import (
+    KVArgs,
+    WindowArgs,
     cast,
     dot,
     head_tail,
@@ -85,6 +87,17 @@ class Chunks(NamedTuple):
     lse: torch.Tensor
     min_block: torch.Tensor
     held: int
+
+
+class Work(NamedTuple):
+    """What is attended to, and where results go. ``windows`` may be None."""
+
+    queries: Queries
+    kv: KVArgs
+    rows: Rows
+    windows: WindowArgs | None
+    ranking: Ranking
+    out: Chunks
 
 
 @triton.jit
@@ -169,10 +182,7 @@ def _tile_slots(
 
 @triton.jit
 def _attend_tiles(
-    queries,
-    kv,
-    ranking,
-    out,
+    work,
     i_rh,
     i_l,
     tile_first,
@@ -185,9 +195,9 @@ def _attend_tiles(
     forced,
     L: tl.constexpr,
     T: tl.constexpr,
-    WINDOWS: tl.constexpr,
 ):
     """Attend to whole chunks, the tiles [tile_first, tile_last), and store each one's result."""
+    queries, kv, ranking, out = work.queries, work.kv, work.ranking, work.out
     i_r, i_h = i_rh // L.H, i_rh % L.H
     first_tiles, chunk_tiles, first_chunks, _, tiles = chunk_plan(prologue, total, L)
     o_g, o_d = tl.arange(0, T.BG), tl.arange(0, L.D)
@@ -214,7 +224,7 @@ def _attend_tiles(
     for tile in tl.range(tile_first, tile_last, num_stages=T.STAGES):
         b_slot, m_kv, tokens = _tile_slots(
             p_list, p_table, tile, first_tiles, tail, tail_tokens, seq_len, prologue, total, L,
-            T.PAGE, WINDOWS,
+            T.PAGE, work.windows is not None,
         )  # fmt: skip
         o_kv = (b_slot.to(tl.int64) * L.H + i_h) * L.D
         n_blocks, goes_on = tl.cdiv(tokens, L.UNIT), at > 0
@@ -282,24 +292,13 @@ def _add_five(a_0, a_1, a_2, a_3, a_4, b_0, b_1, b_2, b_3, b_4):
 
 
 @triton.jit
-def attend_split(
-    b_tiles,
-    b_candidates,
-    b_attended,
-    queries,
-    kv,
-    rows,
-    windows,
-    ranking,
-    out,
-    L: tl.constexpr,
-    T: tl.constexpr,
-):
+def attend_split(b_tiles, b_candidates, b_attended, work, L: tl.constexpr, T: tl.constexpr):
     """Attend to this program's split of ``b_tiles`` tiles [rows and KV heads], one after another.
 
     The tiles of a row and KV head with ``b_candidates`` units begin after ``b_attended`` chunks.
     Each row counts for ROW_COST tiles more: a program with parts of two rows attends to fewer.
     """
+    rows, windows = work.rows, work.windows
     programs, i_p = tl.num_programs(0), tl.program_id(0)
     b_cost = tl.where(b_tiles > 0, b_tiles + T.ROW_COST, 0)
     cost = tl.sum(b_cost)
@@ -339,7 +338,7 @@ def attend_split(
                 first = _next_chunk(first, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
                 last = _next_chunk(last, first_tiles, chunk_tiles, tiles, L.BATCH_TILES)
                 _attend_tiles(
-                    queries, kv, ranking, out, i_rh, i_l, first, last, tail, tail_tokens, seq_len,
-                    prologue, total, forced, L, T, windows is not None,
+                    work, i_rh, i_l, first, last, tail, tail_tokens, seq_len, prologue, total,
+                    forced, L, T,
                 )  # fmt: skip
             at = stop_at

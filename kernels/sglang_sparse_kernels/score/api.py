@@ -35,8 +35,9 @@ def select_channels(
 ) -> None:
     """Choose the channels that matter to the query (SparCas section 3.4, stage 1).
 
-    Per KV head, the D_b channels with the largest sum of \\|q\\| over the head's query group; of
-    equal channels the lower index wins. Rows with refresh 0 or k_units 0 are left as they are.
+    Each KV head gets the D_b channels whose sum of \\|q\\| over its group of query heads is
+    largest. Of two equal channels the lower index wins. Rows with refresh 0 or k_units 0 keep what
+    they have.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
@@ -56,11 +57,9 @@ def select_channels(
     group_size(q.shape[1], channels.shape[1])
     if channels.shape[2] > q.shape[2]:
         raise ValueError(f"{channels.shape[2]} channels of a head dimension of {q.shape[2]}")
-    if impl == "torch":
-        select_channels_reference(q, channels, plan)
-        return
-    if impl == "cpu":
-        select_channels_cpu(q, channels, plan)
+    if impl != "triton":
+        choose = select_channels_reference if impl == "torch" else select_channels_cpu
+        choose(q, channels, plan)
         return
     check_dense_rows("q", q)
     from .channel_kernel import select_channels_triton
@@ -81,20 +80,22 @@ def sketch_score(
 ) -> None:
     """Partial score of every token of the domain (SparCas section 3.4, stage 2, equation 4).
 
-    score(h, t) = max or sum over the group's query heads of sum over the head's D_b channels of
-    q_d * k_sketch_d(t). Written for positions [0, tail_start) of rows with reselect != 0 and
-    k_units > 0 in lists that are read; every other entry of ``out`` stays untouched.
-    A NaN score is written as -inf, +inf as the largest finite number. Sums of fp8 stay in range for
-    queries below 1e37.
+    The score of token t for a query head is the sum of q_d * k_sketch_d(t) over the D_b channels of
+    its KV head. ``reduce`` makes one score of those of a group.
+
+    Scores are written for positions [0, tail_start), in rows with reselect != 0 and k_units > 0,
+    and in lists that are read. All other entries of ``out`` stay as they are. NaN is written as
+    -inf, and +inf as the largest finite number. Sums of fp8 stay in range for queries below 1e37.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
-        channels: int32 [request slots, H, D_b], from :func:`select_channels`, or written here.
+        channels: int32 [request slots, H, D_b], from :func:`select_channels`. With
+            ``choose_channels`` they are written here.
         sketch: one layer's.
         plan: R rows; page_table, tail_start, k_units, reselect, refresh and request_slots are read.
         reduce: "max" or "sum" over the group.
         out: R rows of H lists, at least tail_start units.
-        choose_channels: first do what :func:`select_channels` does, in the same launch.
+        choose_channels: whether to select the channels first, in the same launch.
         impl: "triton", "cpu" or "torch".
 
     Raises:
@@ -108,15 +109,13 @@ def sketch_score(
     sketch.check(q.shape[2])
     check_shape("channels", channels, (-1, heads, -1))
     out.check(plan.num_rows, heads)
-    if impl == "torch":
+    if impl != "triton":
+        choose, score = select_channels_cpu, sketch_score_cpu
+        if impl == "torch":
+            choose, score = select_channels_reference, sketch_score_reference
         if choose_channels:
-            select_channels_reference(q, channels, plan, out.read)
-        sketch_score_reference(q, channels, sketch, plan, reduce=reduce, out=out)
-        return
-    if impl == "cpu":
-        if choose_channels:
-            select_channels_cpu(q, channels, plan, out.read)
-        sketch_score_cpu(q, channels, sketch, plan, reduce=reduce, out=out)
+            choose(q, channels, plan, out.read)
+        score(q, channels, sketch, plan, reduce=reduce, out=out)
         return
     check_dense_rows("q", q)
     out.check_triton()
@@ -139,9 +138,13 @@ def page_bounds(
 ) -> None:
     """Upper bound of q.k over the keys of every unit, for each query head.
 
-    As :func:`page_minmax_score`, whose arguments these are, but the heads of a group stay apart:
-    ``out`` is float32 [R, H, G, max_units] ("torch" also float64), contiguous. ``unread`` is that
-    of :class:`Scores`.
+    This is :func:`page_minmax_score` without ``reduce``: each query head keeps its own score. The
+    other arguments are the same, but for ``out`` and ``unread``.
+
+    Args:
+        q, pages, plan, unit, impl: as for :func:`page_minmax_score`.
+        out: float32 [R, H, G, max_units] ("torch" also float64), contiguous.
+        unread: as in :class:`Scores`.
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape.
@@ -152,11 +155,9 @@ def page_bounds(
     pages.check(q.shape[2])
     check_shape("out", out, (plan.num_rows, heads, group_size(q.shape[1], heads), -1))
     check_contiguous("out", out)
-    if impl == "torch":
-        page_bounds_reference(q, pages, plan, unit=unit, out=out, unread=unread)
-        return
-    if impl == "cpu":
-        page_bounds_cpu(q, pages, plan, unit=unit, out=out, unread=unread)
+    if impl != "triton":
+        bound = page_bounds_reference if impl == "torch" else page_bounds_cpu
+        bound(q, pages, plan, unit=unit, out=out, unread=unread)
         return
     check_dtype("out", out, torch.float32)
     check_dense_rows("q", q)
@@ -189,22 +190,23 @@ def page_minmax_score(
 ) -> None:
     """Largest q.k over a cuboid of every logical page, per KV head.
 
-    A unit of several logical pages has the largest of their scores (LServe, section 3.5.2).
+    The score of page j for a query head is the sum over d of max(q_d * min_d(j), q_d * max_d(j)).
+    ``reduce`` makes one score of those of a group. A unit of several logical pages has the largest
+    of their scores (LServe, section 3.5.2).
 
-    The bounding cuboid of the page's keys gives Quest's criticality, an upper bound of q.k; the
-    smaller cuboid of :func:`sglang_sparse_kernels.cuboid_mean` gives ArkVale's estimate of it, by
-    the same formula (PSA section 3.1).
+    With the bounding cuboid of a page's keys the score is Quest's criticality, an upper bound of
+    q.k. With the smaller cuboid of :func:`sglang_sparse_kernels.cuboid_mean` it is ArkVale's
+    estimate (PSA section 3.1).
 
-    score(h, j) = max or sum over the group's query heads of sum over d of
-    max(q_d * min_d(j), q_d * max_d(j)). Written for units [0, ceil(tail_start / unit)) of
-    rows with reselect != 0 and k_units > 0 in lists that are read; every other entry of ``out``
-    stays untouched. A NaN score is written as -inf, +inf as the largest finite number.
+    Scores are written for units [0, ceil(tail_start / unit)), in rows with reselect != 0 and
+    k_units > 0, and in lists that are read. All other entries of ``out`` stay as they are. NaN is
+    written as -inf, and +inf as the largest finite number.
 
     Args:
         q: [R, H * G, D] bf16 or fp16 ("torch" also fp32, fp64), any stride between rows.
         pages: cuboids of one layer's logical pages.
         plan: R rows; page_table, tail_start, k_units and reselect are read.
-        unit: tokens of a unit, whole logical pages, at most 4 of them; one if None.
+        unit: tokens of a unit: 1 to 4 whole logical pages; one page if None.
         reduce: "max" or "sum" over the group.
         out: R rows of H lists, at least ceil(tail_start / unit) units.
         impl: "triton", "cpu" or "torch".
@@ -219,11 +221,9 @@ def page_minmax_score(
     group_size(q.shape[1], heads)
     pages.check(q.shape[2])
     out.check(plan.num_rows, heads)
-    if impl == "torch":
-        page_minmax_score_reference(q, pages, plan, unit=unit, reduce=reduce, out=out)
-        return
-    if impl == "cpu":
-        page_minmax_score_cpu(q, pages, plan, unit=unit, reduce=reduce, out=out)
+    if impl != "triton":
+        score = page_minmax_score_reference if impl == "torch" else page_minmax_score_cpu
+        score(q, pages, plan, unit=unit, reduce=reduce, out=out)
         return
     check_dense_rows("q", q)
     out.check_triton()

@@ -9,12 +9,21 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common import group_size, next_power_of_2
+from ..common import next_power_of_2
 from ..device import splits_of
 from ..plan import DecodePlan
 from ..planes import KeySketch
 from ..records import BLOCK_UNITS, Scores
-from ..triton_ops import INTERPRETED, begin, finite_scores, is_read, overlapping, pages_of
+from ..triton_ops import (
+    INTERPRETED,
+    HeadShape,
+    begin,
+    constants,
+    finite_scores,
+    is_read,
+    overlapping,
+    pages_of,
+)
 from .channel_kernel import best_channels
 
 # Every program loops over tiles of its row, so that short rows of a long context cost nothing.
@@ -26,7 +35,7 @@ SKETCH_WARPS = 4
 
 @triton.jit
 def _load_channels(p_c, D: tl.constexpr, KEPT: tl.constexpr):
-    """Tuple of ``KEPT`` channels; one that was never chosen must not lead out of bounds."""
+    """Tuple of ``KEPT`` channels, each below D even if it was never written."""
     kept = ()
     for i_c in tl.static_range(KEPT):
         kept = kept + (tl.minimum(tl.maximum(tl.load(p_c + i_c), 0), D - 1),)
@@ -35,7 +44,7 @@ def _load_channels(p_c, D: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def _load_weights(p_q, kept, G: tl.constexpr, D: tl.constexpr, KEPT: tl.constexpr):
-    """Tuple of the query's values, float32, head by head over the kept channels."""
+    """Tuple of float32: the query's values in the kept channels, one head after the other."""
     weights = ()
     for i_g in tl.static_range(G):
         for i_c in tl.static_range(KEPT):
@@ -58,7 +67,7 @@ def _join(b_a, b_b, SUM: tl.constexpr):
 
 @triton.jit
 def _int8_keys(b_k):
-    """int8 as fp16; four at a time by their bits, as a conversion takes four times as long."""
+    """int8 as fp16. Bits of four numbers are moved at once: converting takes four times as long."""
     if INTERPRETED:
         b_f = b_k.to(tl.float16)
     else:
@@ -86,7 +95,7 @@ def _int8_keys(b_k):
 
 @triton.jit
 def _int4_keys(b_k):
-    """(low, high) halves of bytes as fp16, without the 8 that was added to them."""
+    """Low and high halves of bytes as fp16, less the 8 that codes are stored with."""
     if INTERPRETED:
         b_low = (b_k & 15).to(tl.float16) - 8.0
         b_high = (b_k >> 4).to(tl.float16) - 8.0
@@ -135,7 +144,7 @@ def _sum_channels(
     SUMS: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Tuple of scores [BP, SUBPAGE] of ``HEADS`` heads from ``first`` on, and of each subpage."""
+    """Scores [BP, SUBPAGE] of ``HEADS`` heads from ``first`` on, a tuple of heads and subpages."""
     sums = ()
     for _ in tl.static_range(HEADS * PACK):
         sums = sums + (tl.zeros((BP, SUBPAGE), SUMS),)
@@ -171,7 +180,7 @@ def _score_subpages(
     SUMS: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Joined scores [BP, SUBPAGE] of the heads, before scales; ``p_s`` is their channel 0.
+    """Scores [BP, SUBPAGE], reduced over the heads, before scales; ``p_s`` points at channel 0.
 
     A tuple of two where a byte holds two tokens, the low halves first.
     """
@@ -214,11 +223,7 @@ def sketch_score_kernel(
     pages,
     width,
     blocks,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    BG: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
+    S: tl.constexpr,
     KEPT: tl.constexpr,
     PAGE: tl.constexpr,
     BP: tl.constexpr,
@@ -229,7 +234,7 @@ def sketch_score_kernel(
     CHOOSE: tl.constexpr,
 ):
     begin()
-    i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_r, i_h = tl.program_id(0) // S.H, tl.program_id(0) % S.H
     # What the row's plan says is read at once, not one answer after the other.
     scored = tl.load(reselect + i_r) != 0
     fresh = (tl.load(refresh + i_r) != 0) & CHOOSE
@@ -241,16 +246,16 @@ def sketch_score_kernel(
     # [BP]; entries past the row's pages are not used.
     b_page = pages_of(p_table, o_j, o_j < pages, 1)
     if (scored | fresh) & sparse & is_read(unread, i_h):
-        p_c = channels + (i_l * H + i_h) * KEPT
-        p_q = q + i_r.to(tl.int64) * stride_q + i_h * G * D
+        p_c = channels + (i_l * S.H + i_h) * KEPT
+        p_q = q + i_r.to(tl.int64) * stride_q + i_h * S.G * S.D
         if fresh:
             # Every program of a row chooses for itself, and writes the same, so that none waits
             # for another.
-            m_kept, o_c = best_channels(p_q, G, BG, D, BD, KEPT)
-            tl.store(p_c + o_c, tl.arange(0, BD), mask=m_kept)
+            m_kept, o_c = best_channels(p_q, S, KEPT)
+            tl.store(p_c + o_c, tl.arange(0, S.BD), mask=m_kept)
             tl.debug_barrier()
-        kept = _load_channels(p_c, D, KEPT)
-        weights = _load_weights(p_q, kept, G, D, KEPT)
+        kept = _load_channels(p_c, S.D, KEPT)
+        weights = _load_weights(p_q, kept, S.G, S.D, KEPT)
         q_scale = 1.0
         # fp16 sums halve the arithmetic, and 8-bit keys carry far less precision than they do.
         SUMS: tl.constexpr = (
@@ -259,7 +264,7 @@ def sketch_score_kernel(
         if tl.float16 == SUMS:
             # A power of two brings the query into fp16's range without rounding it.
             largest = tl.abs(weights[0])
-            for i_w in tl.static_range(1, G * KEPT):
+            for i_w in tl.static_range(1, S.G * KEPT):
                 largest = tl.maximum(tl.abs(weights[i_w]), largest)
             # Weights are below 2 and fp8 keys at most 448, so 73 products stay in fp16's range.
             FP8: tl.constexpr = key_sketch.dtype.element_ty == tl.float8e4nv
@@ -269,7 +274,7 @@ def sketch_score_kernel(
             exponent = tl.minimum(tl.maximum(exponent, 1), 253)
             q_scale = (exponent << 23).to(tl.float32, bitcast=True)
             factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-            weights = _scale_weights(weights, factor, G * KEPT)
+            weights = _scale_weights(weights, factor, S.G * KEPT)
 
         base = tl.program_id(0).to(tl.int64)
         o_out = tl.multiple_of(base * width, ALIGN)
@@ -280,15 +285,15 @@ def sketch_score_kernel(
         for i_t in tl.range(tl.program_id(1), tl.cdiv(n, BP * PAGE), tl.num_programs(1)):
             m_j = (o_j * PAGE < n)[:, None]
             b_at = tl.where(o_j * PAGE < n, b_page, 0).to(tl.int64)
-            b_entry = (b_at * H + i_h)[:, None]
+            b_entry = (b_at * S.H + i_h)[:, None]
             # A page's part of its run; a channel further is a run further.
-            b_run = (b_at // (RUN // SUBPAGE) * H + i_h) * (D * RUN)
+            b_run = (b_at // (RUN // SUBPAGE) * S.H + i_h) * (S.D * RUN)
             p_s = key_sketch + (b_run + b_at % (RUN // SUBPAGE) * SUBPAGE)[:, None] + o_c[None, :]
             # Where the next tile lies is looked up while this one is on its way.
             o_j += tl.num_programs(1) * BP
             b_page = pages_of(p_table, o_j, o_j < pages, 1)
             subpages = _score_subpages(
-                p_s, kept, weights, m_j, G, KEPT, BP, SUBPAGE, RUN, SUM, SUMS, PACK
+                p_s, kept, weights, m_j, S.G, KEPT, BP, SUBPAGE, RUN, SUM, SUMS, PACK
             )
             for i_sub in tl.static_range(PACK):
                 b_score = subpages[i_sub].to(tl.float32) * q_scale
@@ -318,19 +323,12 @@ def sketch_score_kernel(
 
 
 def sketch_score_triton(
-    q: torch.Tensor,
-    channels: torch.Tensor,
-    sketch: KeySketch,
-    plan: DecodePlan,
-    *,
-    reduce: str,
-    out: Scores,
-    choose_channels: bool,
-) -> None:
+    q: torch.Tensor, channels: torch.Tensor, sketch: KeySketch, plan: DecodePlan, *, reduce: str,
+    out: Scores, choose_channels: bool,
+) -> None:  # fmt: skip
     """Launch :func:`sketch_score_kernel`: programs of a row and head take its tiles in turn."""
-    rows, query_heads, dim = q.shape
+    rows = q.shape[0]
     heads, kept, width = sketch.values.shape[1], channels.shape[2], out.values.shape[2]
-    group = group_size(query_heads, heads)
     tile = min(SKETCH_TILE_TOKENS, max(sketch.page_size, next_power_of_2(width)))
     tiles = triton.cdiv(width, tile)
     splits = splits_of(rows * heads, tiles, SKETCH_CTAS_PER_SM, q.device)
@@ -343,7 +341,7 @@ def sketch_score_triton(
         plan.reselect, plan.refresh, plan.request_slots, out.unread, out.values, out.block_max,
         q.stride(0), plan.page_table.stride(0), plan.page_table.shape[1], width,
         out.block_max.shape[2],
-        H=heads, G=group, BG=next_power_of_2(group), D=dim, BD=next_power_of_2(dim), KEPT=kept,
+        S=constants(HeadShape.of(q, heads)), KEPT=kept,
         PAGE=sketch.page_size, BP=tile // sketch.page_size, BLOCK=BLOCK_UNITS,
         RUN=sketch.values.shape[3], ALIGN=math.gcd(width, 16), SUM=reduce == "sum",
         CHOOSE=choose_channels, num_warps=SKETCH_WARPS, **overlapping(rows * heads),

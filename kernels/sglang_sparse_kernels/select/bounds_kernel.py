@@ -23,8 +23,7 @@ def _closer_bounds(
     k,
     rounds,
     room,
-    forced_below,
-    free_below,
+    free,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -41,9 +40,7 @@ def _closer_bounds(
     for i_r in range(rounds):
         o_b = tl.arange(0, ROWS).to(tl.int64) * rounds + i_r
         o_b = (o_b * num_blocks // (ROWS * rounds)).to(tl.int32)
-        b_s, _ = load_units(
-            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
-        )
+        b_s, _ = load_units(p_scores, o_b, o_b < num_blocks, n, free, BLOCK, WHOLE)
         above += tl.sum((b_s > high).to(tl.int32))
         b_between = ((b_s >= low) & (b_s <= high)).to(tl.int32)
         b_row = tl.sum(b_between, 1)
@@ -71,7 +68,6 @@ def bounds_kernel(
     between,
     state,
     domain,
-    unread,
     width,
     between_held,
     most_between,
@@ -79,12 +75,12 @@ def bounds_kernel(
     TILE: tl.constexpr,
 ):
     """Find two scores between which the k-th best score of a streamed row most likely lies."""
-    streamed, tokens, n, k = streamed_row(domain, unread, S)
+    streamed, tokens, n, k = streamed_row(domain, S)
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         p_scores, p_list = scores + i_rh * width, between + i_rh * between_held
-        forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
-        low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, S.BLOCK, S.WHOLE)
+        free = free_range(domain, tokens, n, S.UNIT)
+        low, high = sample_bounds(p_scores, n, k, free, TILE, S.BLOCK, S.WHOLE)
         # At most some 15 standard deviations of a rank in the sample lie between the bounds. With a
         # sample of this size, that is five sixths of the units that may be listed for a row.
         share = k.to(tl.float32) / n
@@ -96,7 +92,7 @@ def bounds_kernel(
         rounds = tl.ceil(tl.minimum(rounds, room - 1.0)).to(tl.int32)
         if rounds > 1:
             low, high = _closer_bounds(
-                p_scores, p_list, low, high, n, k, rounds, most, forced_below, free_below, TILE,
+                p_scores, p_list, low, high, n, k, rounds, most, free, TILE,
                 S.BLOCK, S.WHOLE,
             )  # fmt: skip
         tl.store(state + i_rh * S.COLUMNS + LOW, key_of(low))

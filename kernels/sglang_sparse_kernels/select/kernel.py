@@ -67,16 +67,7 @@ def block_max_kernel(
 
 
 @triton.jit
-def _prune(
-    p_max,
-    p_blocks,
-    n,
-    k,
-    forced_below,
-    free_below,
-    BT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _prune(p_max, p_blocks, n, k, free, BT: tl.constexpr, BLOCK: tl.constexpr):
     """List the k blocks that hold the k best units; returns a score that at least k units reach."""
     num_blocks = tl.cdiv(n, BLOCK)
     C: tl.constexpr = 16
@@ -86,9 +77,10 @@ def _prune(
     b_s = tl.load(p_max + o_b, mask=(o_r * C < num_blocks)[:, None], other=float("-inf"))
     o_u = o_b * BLOCK
     # Without recent units that are always selected, nothing in the last block is forced.
-    free_blocks = tl.where(free_below < n, free_below // BLOCK, num_blocks)
-    b_s = rankable(b_s, o_u, forced_below, free_blocks * BLOCK, n)
-    forced = forced_of(tl.cdiv(forced_below, BLOCK), free_blocks, num_blocks)
+    first, last = free
+    last = tl.where(last < n, last // BLOCK, num_blocks)
+    b_s = rankable(b_s, o_u, (first, last * BLOCK), n)
+    forced = forced_of((tl.cdiv(first, BLOCK), last), num_blocks)
     b_win, threshold = search_winners(b_s, o_b, float("-inf"), forced, num_blocks - 1, k, BT)
     store_in_order(p_blocks, b_win, tl.arange(0, BT // C) * C, k, BT // C, C)
     return threshold
@@ -104,8 +96,7 @@ def _take(
     num_blocks,
     n,
     k,
-    forced_below,
-    free_below,
+    free,
     BT: tl.constexpr,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -116,8 +107,8 @@ def _take(
     b_block = tl.load(p_blocks + o_b, mask=m_b & pruned, other=0)
     b_block = tl.where(pruned & m_b, b_block, tl.where(m_b, o_b, tl.cdiv(n, BLOCK)))
     # [BT / BLOCK, BLOCK]
-    b_s, o_u = load_units(p_scores, b_block, m_b, n, forced_below, free_below, BLOCK, WHOLE)
-    forced = forced_of(forced_below, free_below, n)
+    b_s, o_u = load_units(p_scores, b_block, m_b, n, free, BLOCK, WHOLE)
+    forced = forced_of(free, n)
     b_win, _ = search_winners(b_s, o_u, threshold, forced, n - 1, k, BT)
     b_base = tl.gather(b_block * BLOCK, o_b, 0)
     store_in_order(p_out, b_win, b_base, k, BT // BLOCK, BLOCK)
@@ -129,7 +120,6 @@ def select_topk_kernel(
     block_max,
     block_list,
     domain,
-    unread,
     list_rows,
     out_indices,
     out_counts,
@@ -141,12 +131,12 @@ def select_topk_kernel(
     begin()
     i_rh, i_r = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H
     # All that is needed of the row's plan is loaded at once, so that no load waits for another.
-    reselected, tokens, n, k = row_budget(domain, unread, S)
+    reselected, tokens, n, k = row_budget(domain, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         tl.store(out_counts + i_l, k)
         if k > 0:
-            forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
+            free = free_range(domain, tokens, n, S.UNIT)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
             p_blocks = block_list + i_rh * list_blocks
@@ -158,35 +148,29 @@ def select_topk_kernel(
             if n <= S.UNITS // 4:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, free_below, S.UNITS // 4, S.BLOCK, S.WHOLE,
+                    free, S.UNITS // 4, S.BLOCK, S.WHOLE,
                 )  # fmt: skip
             elif n <= S.UNITS // 2:
                 _take(
                     p_scores, p_blocks, p_out, False, float("-inf"), num_blocks, n, k,
-                    forced_below, free_below, S.UNITS // 2, S.BLOCK, S.WHOLE,
+                    free, S.UNITS // 2, S.BLOCK, S.WHOLE,
                 )  # fmt: skip
             elif not is_streamed(n, k, S):
                 pruned = n > S.UNITS
                 threshold = tl.full((), float("-inf"), tl.float32)
                 if pruned:
                     if num_blocks <= FEW:
-                        threshold = _prune(
-                            p_max, p_blocks, n, k, forced_below, free_below, FEW, S.BLOCK
-                        )
+                        threshold = _prune(p_max, p_blocks, n, k, free, FEW, S.BLOCK)
                     elif num_blocks <= MOST:
-                        threshold = _prune(
-                            p_max, p_blocks, n, k, forced_below, free_below, MOST, S.BLOCK
-                        )
+                        threshold = _prune(p_max, p_blocks, n, k, free, MOST, S.BLOCK)
                     elif MOST < S.BLOCKS:
-                        threshold = _prune(
-                            p_max, p_blocks, n, k, forced_below, free_below, S.BLOCKS, S.BLOCK
-                        )
+                        threshold = _prune(p_max, p_blocks, n, k, free, S.BLOCKS, S.BLOCK)
                     num_blocks = k
                     # The list is read back by other threads of this program.
                     tl.debug_barrier()
                 _take(
                     p_scores, p_blocks, p_out, pruned, threshold, num_blocks, n, k,
-                    forced_below, free_below, S.UNITS, S.BLOCK, S.WHOLE,
+                    free, S.UNITS, S.BLOCK, S.WHOLE,
                 )  # fmt: skip
 
 
@@ -200,12 +184,7 @@ def find_block_max_triton(scores: Scores, plan: DecodePlan, *, unit: int) -> Non
 
 
 def select_topk_triton(
-    scores: Scores,
-    plan: DecodePlan,
-    lists: Lists,
-    *,
-    always: Always,
-    workspace: TopkWorkspace,
+    scores: Scores, plan: DecodePlan, lists: Lists, *, always: Always, workspace: TopkWorkspace
 ) -> None:
     """Launch :func:`select_topk_kernel`, one program a row and KV head.
 
@@ -215,8 +194,9 @@ def select_topk_triton(
     rows, heads, width = scores.values.shape
     count, capacity = rows * heads, lists.capacity
     domain = Domain(
-        plan.tail_start, plan.k_units, plan.reselect, always.sink, always.recent, capacity
-    )
+        plan.tail_start, plan.k_units, plan.reselect, always.sink, always.recent, capacity,
+        scores.unread,
+    )  # fmt: skip
     tile_blocks, tile_units, warps = _tiles(width, capacity)
     held = Held(
         H=heads, UNIT=lists.unit, BLOCK=BLOCK_UNITS, WHOLE=width % BLOCK_UNITS == 0,
@@ -227,7 +207,7 @@ def select_topk_triton(
         split_topk_triton(scores, lists, domain, held, workspace, splits)
         return
     select_topk_kernel[(count,)](
-        scores.values, scores.block_max, workspace.blocks, domain, scores.unread, lists.rows,
+        scores.values, scores.block_max, workspace.blocks, domain, lists.rows,
         lists.indices, lists.counts, width, scores.block_max.shape[2], workspace.blocks.shape[2],
         S=constants(held), num_warps=warps, **overlapping(count),
     )  # fmt: skip

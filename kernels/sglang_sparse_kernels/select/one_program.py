@@ -32,9 +32,9 @@ def is_streamed(n, k, S: tl.constexpr):
 
 
 @triton.jit
-def streamed_row(domain, unread, S: tl.constexpr):
+def streamed_row(domain, S: tl.constexpr):
     """(whether this program's row is streamed, its tokens, units and budget)."""
-    reselected, tokens, n, k = row_budget(domain, unread, S)
+    reselected, tokens, n, k = row_budget(domain, S)
     return reselected & (k > 0) & is_streamed(n, k, S), tokens, n, k
 
 
@@ -56,16 +56,7 @@ def ranks_around(k, n, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sample_bounds(
-    p_scores,
-    n,
-    k,
-    forced_below,
-    free_below,
-    BT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def sample_bounds(p_scores, n, k, free, BT: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """(low, high): two scores between which the k-th best of n units most likely lies.
 
     The sample is made of blocks at equal distances. A wrong bound costs one more read of the row.
@@ -73,7 +64,7 @@ def sample_bounds(
     ROWS: tl.constexpr = BT // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     o_b = (tl.arange(0, ROWS).to(tl.int64) * num_blocks // ROWS).to(tl.int32)
-    b_s, _ = load_units(p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE)
+    b_s, _ = load_units(p_scores, o_b, o_b < num_blocks, n, free, BLOCK, WHOLE)
     forced = tl.sum((b_s == float("inf")).to(tl.int32))
     lower, upper, slack = ranks_around(k, n, BT, BLOCK)
     low, _, _ = kth_best(b_s, float("-inf"), forced, lower, lower + slack, BT)
@@ -88,8 +79,7 @@ def take_streamed(
     p_out,
     n,
     k,
-    forced_below,
-    free_below,
+    free,
     list_blocks,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -104,7 +94,7 @@ def take_streamed(
     ROWS: tl.constexpr = TILE // BLOCK
     num_blocks = tl.cdiv(n, BLOCK)
     limit = tl.minimum(list_blocks, TILE)
-    low, high = sample_bounds(p_scores, n, k, forced_below, free_below, TILE, BLOCK, WHOLE)
+    low, high = sample_bounds(p_scores, n, k, free, TILE, BLOCK, WHOLE)
     # Keys of -inf and +inf. At least k scores (count_lo) reach lo; fewer than k (above) lie above
     # hi.
     lo = tl.full((), -2139095041, tl.int32)
@@ -121,9 +111,7 @@ def take_streamed(
         count = tl.full((), 0, tl.int32)
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
-            b_s, _ = load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
-            )
+            b_s, _ = load_units(p_scores, o_b, o_b < num_blocks, n, free, BLOCK, WHOLE)
             count += tl.sum((b_s >= score).to(tl.int32))
         above = tl.where(count >= k, above, count)
         count_lo = tl.where(count >= k, count, count_lo)
@@ -138,9 +126,7 @@ def take_streamed(
         between = tl.full((), 0, tl.int32)
         for i_b in range(0, num_blocks, ROWS):
             o_b = i_b + tl.arange(0, ROWS)
-            b_s, o_u = load_units(
-                p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
-            )
+            b_s, o_u = load_units(p_scores, o_b, o_b < num_blocks, n, free, BLOCK, WHOLE)
             b_open = (b_s >= score) & ~(b_s >= top) & (o_u < n)
             between = store_winners(p_list, b_open, o_u, between, limit)
         # The list is read back by other threads of this program.
@@ -149,7 +135,7 @@ def take_streamed(
         m_l = o_l < between
         b_u = tl.load(p_list + o_l, mask=m_l, other=2147483647)
         b_s = tl.load(p_scores + b_u, mask=m_l, other=float("-inf"))
-        b_s = rankable(b_s, b_u, forced_below, free_below, n)
+        b_s = rankable(b_s, b_u, free, n)
         _, score = winners(b_s, b_u, float("-inf"), n - 1, k - above, TILE)
         above += tl.sum(((b_s > score) & m_l).to(tl.int32))
     taken = tl.full((), 0, tl.int32)
@@ -157,9 +143,7 @@ def take_streamed(
     for i_b in range(0, num_blocks, ROWS):
         o_b = i_b + tl.arange(0, ROWS)
         # [ROWS, BLOCK]
-        b_s, o_u = load_units(
-            p_scores, o_b, o_b < num_blocks, n, forced_below, free_below, BLOCK, WHOLE
-        )
+        b_s, o_u = load_units(p_scores, o_b, o_b < num_blocks, n, free, BLOCK, WHOLE)
         b_tie = ((b_s == score) & (o_u < n)).to(tl.int32)
         b_ties = tl.sum(b_tie, 1)
         b_before = tied + tl.cumsum(b_ties, 0) - b_ties
@@ -175,7 +159,6 @@ def stream_topk_kernel(
     block_list,
     state,
     domain,
-    unread,
     list_rows,
     out_indices,
     width,
@@ -184,13 +167,13 @@ def stream_topk_kernel(
     TILE: tl.constexpr,
 ):
     """Rows that the splits did not finish, by one program each."""
-    streamed, tokens, n, k = streamed_row(domain, unread, S)
+    streamed, tokens, n, k = streamed_row(domain, S)
     i_rh = tl.program_id(0).to(tl.int64)
     if streamed & (tl.load(state + i_rh * S.COLUMNS + DONE) == 0):
         i_l = tl.load(list_rows + tl.program_id(0) // S.H).to(tl.int64) * S.H + i_rh % S.H
-        first, last = free_range(domain, tokens, n, S.UNIT)
+        free = free_range(domain, tokens, n, S.UNIT)
         take_streamed(
             scores + i_rh * width, block_list + i_rh * list_blocks,
-            out_indices + i_l * domain.capacity, n, k, first, last, list_blocks,
+            out_indices + i_l * domain.capacity, n, k, free, list_blocks,
             TILE, S.BLOCK, S.WHOLE,
         )  # fmt: skip

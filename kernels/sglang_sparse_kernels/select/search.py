@@ -17,7 +17,7 @@ SNAP_AT, SNAP_AFTER = tl.constexpr(32), tl.constexpr(8)
 
 
 class Domain(NamedTuple):
-    """The domain of each row, and which of its units are always selected."""
+    """The domain of each row, which of its units are always selected, and which lists are read."""
 
     tail_start: torch.Tensor
     k_units: torch.Tensor
@@ -25,6 +25,7 @@ class Domain(NamedTuple):
     sink: int
     recent: int
     capacity: int
+    unread: torch.Tensor | None
 
 
 class Held(NamedTuple):
@@ -44,13 +45,14 @@ class Held(NamedTuple):
 
 
 @triton.jit
-def row_budget(domain, unread, S: tl.constexpr):
+def row_budget(domain, S: tl.constexpr):
     """(whether this program's list is selected anew, tokens of its domain, units of that, budget).
 
     Programs are those of rows and lists.
     """
     i_r = tl.program_id(0) // S.H
-    reselected = (tl.load(domain.reselect + i_r) != 0) & is_read(unread, tl.program_id(0) % S.H)
+    reselected = tl.load(domain.reselect + i_r) != 0
+    reselected &= is_read(domain.unread, tl.program_id(0) % S.H)
     tokens = tl.load(domain.tail_start + i_r)
     n = tl.cdiv(tokens, S.UNIT)
     k = tl.minimum(tl.minimum(tl.load(domain.k_units + i_r), n), domain.capacity)
@@ -65,20 +67,22 @@ def free_range(domain, tokens, n, UNIT: tl.constexpr):
 
 
 @triton.jit
-def rankable(b_s, b_u, forced_below, free_below, n):
+def rankable(b_s, b_u, free, n):
     """Scores of units ``b_u`` as they rank; of a block, ``b_u`` is its first unit.
 
-    Units of [forced_below, free_below) are ranked by their scores. The other units below ``n`` are
-    forced and become +inf. Units from ``n`` on do not exist and become -inf.
+    Units of the range [first, last) ``free`` are ranked by their scores. The other units below
+    ``n`` are forced and become +inf. Units from ``n`` on do not exist and become -inf.
     """
-    free = (b_u >= forced_below) & (b_u < free_below)
-    return tl.where(free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
+    first, last = free
+    m_free = (b_u >= first) & (b_u < last)
+    return tl.where(m_free, b_s, tl.where(b_u < n, float("inf"), float("-inf")))
 
 
 @triton.jit
-def forced_of(below, start, n):
-    """How many of n units are forced: units before ``below``, and units from ``start`` on."""
-    below = tl.minimum(below, n)
+def forced_of(free, n):
+    """How many of n units are forced: those out of the range ``free``."""
+    first, start = free
+    below = tl.minimum(first, n)
     return below + n - tl.maximum(start, below)
 
 
@@ -269,23 +273,14 @@ def store_in_order(p_out, b_win, b_base, k, ROWS: tl.constexpr, COLUMNS: tl.cons
 
 
 @triton.jit
-def load_units(
-    p_scores,
-    b_block,
-    m_b,
-    n,
-    forced_below,
-    free_below,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def load_units(p_scores, b_block, m_b, n, free, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """(scores, units) [blocks, BLOCK]; ``WHOLE`` says that a row's last block is readable whole.
 
-    Blocks that are masked off must lie past the end.
+    Blocks that are masked off must lie past the end. ``free`` is from :func:`free_range`.
     """
     o_u = b_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if WHOLE:
         b_s = tl.load(p_scores + o_u, mask=m_b[:, None], other=float("-inf"))
     else:
         b_s = tl.load(p_scores + o_u, mask=m_b[:, None] & (o_u < n), other=float("-inf"))
-    return rankable(b_s, o_u, forced_below, free_below, n), o_u
+    return rankable(b_s, o_u, free, n), o_u

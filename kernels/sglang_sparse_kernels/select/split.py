@@ -84,16 +84,7 @@ def num_splits(row_heads: int, width: int, capacity: int, device: torch.device) 
 
 
 @triton.jit
-def _threshold(
-    p_s,
-    n,
-    forced_below,
-    free_below,
-    k,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def _threshold(p_s, n, free, k, SIZE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     """(a threshold: a score that at least k of n scores reach; whether far more reach it).
 
     Far more reach it only where many scores are equal. The threshold is -inf if fewer than k scores
@@ -102,8 +93,8 @@ def _threshold(
     """
     step = tl.cdiv(tl.cdiv(n, BLOCK), SIZE // BLOCK)
     o_b = tl.arange(0, SIZE // BLOCK) * step
-    b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, forced_below, free_below, BLOCK, WHOLE)
-    forced = forced_of(forced_below, free_below, n) // step
+    b_s, _ = load_units(p_s, o_b, o_b * BLOCK < n, n, free, BLOCK, WHOLE)
+    forced = forced_of(free, n) // step
     # Neighbours are alike, so four count as one draw. The margin is three standard deviations.
     expected = k.to(tl.float32) / step
     k = tl.ceil(expected + 6.0 * tl.sqrt(expected * (1.0 - 1.0 / step))).to(tl.int32)
@@ -159,7 +150,6 @@ def candidates_kernel(
     candidate_units,
     state,
     domain,
-    unread,
     list_rows,
     out_counts,
     width,
@@ -171,13 +161,13 @@ def candidates_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     # All that is needed of the row's plan is loaded at once, so that no load waits for another.
-    reselected, tokens, n, k = row_budget(domain, unread, S)
+    reselected, tokens, n, k = row_budget(domain, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     if reselected:
         if i_s == 0:
             tl.store(out_counts + i_l, k)
         if k > 0:
-            forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
+            free = free_range(domain, tokens, n, S.UNIT)
             p_scores = scores + i_rh * width
             p_max = block_max + i_rh * blocks
             share = tl.cdiv(tl.cdiv(n, P.SPLITS), S.BLOCK) * S.BLOCK
@@ -187,20 +177,19 @@ def candidates_kernel(
             b_next, o_next = _load_tile(p_scores, first, last, n, P.TILE, P.VECTOR, S.WHOLE)
             count = tl.cdiv(n, S.BLOCK)
             if (n <= P.UNITS) & (count < 2 * k):
-                threshold, tied = _threshold(
-                    p_scores, n, forced_below, free_below, k, P.UNITS, S.BLOCK, S.WHOLE
-                )
+                threshold, tied = _threshold(p_scores, n, free, k, P.UNITS, S.BLOCK, S.WHOLE)
             else:
-                below = tl.cdiv(forced_below, S.BLOCK)
+                below, end = free
+                below = tl.cdiv(below, S.BLOCK)
                 # With nothing recent to force, the last block is free whole.
-                free = tl.where(free_below < n, free_below // S.BLOCK, count)
+                free_blocks = (below, tl.where(end < n, end // S.BLOCK, count))
                 if count <= P.BLOCKS // 4:
                     threshold, tied = _threshold(
-                        p_max, count, below, free, k, P.BLOCKS // 4, S.BLOCK, True
+                        p_max, count, free_blocks, k, P.BLOCKS // 4, S.BLOCK, True
                     )
                 else:
                     threshold, tied = _threshold(
-                        p_max, count, below, free, k, P.BLOCKS, S.BLOCK, True
+                        p_max, count, free_blocks, k, P.BLOCKS, S.BLOCK, True
                     )
             base = (i_rh * P.SPLITS + i_s) * P.STRIDE
             # Units that reach the threshold before this split, as far as k of them.
@@ -208,12 +197,12 @@ def candidates_kernel(
             i_t = tl.full((), 0, tl.int32)
             while tied & (i_t < first) & (before < k):
                 b_s, o_u = _load_tile(p_scores, i_t, first, n, P.TILE, P.VECTOR, S.WHOLE)
-                b_s = rankable(b_s, o_u, forced_below, free_below, first)
+                b_s = rankable(b_s, o_u, free, first)
                 before += tl.sum(((b_s >= threshold) & (o_u < first)).to(tl.int32))
                 i_t += P.TILE
             found = tl.full((), 0, tl.int32)
             for i_t in range(first, last, P.TILE):
-                b_s, o_u = rankable(b_next, o_next, forced_below, free_below, n), o_next
+                b_s, o_u = rankable(b_next, o_next, free, n), o_next
                 b_next, o_next = _load_tile(
                     p_scores, i_t + P.TILE, last, n, P.TILE, P.VECTOR, S.WHOLE
                 )
@@ -241,16 +230,7 @@ def candidates_kernel(
 
 @triton.jit
 def _write_winners(
-    p_scores,
-    p_units,
-    p_out,
-    b_chunks,
-    own,
-    threshold,
-    forced,
-    k,
-    BC: tl.constexpr,
-    P: tl.constexpr,
+    p_scores, p_units, p_out, b_chunks, own, threshold, forced, k, BC: tl.constexpr, P: tl.constexpr
 ):
     """Write the units of this split that are among the k best of all candidates, at most ``BC``."""
     i_s = tl.program_id(1)
@@ -293,7 +273,6 @@ def winners_kernel(
     block_list,
     state,
     domain,
-    unread,
     list_rows,
     out_indices,
     width,
@@ -305,15 +284,15 @@ def winners_kernel(
     begin()
     i_rh, i_r, i_s = tl.program_id(0).to(tl.int64), tl.program_id(0) // S.H, tl.program_id(1)
     p_found = state + i_rh * S.COLUMNS + CANDIDATES
-    reselected, tokens, n, k = row_budget(domain, unread, S)
+    reselected, tokens, n, k = row_budget(domain, S)
     i_l = tl.load(list_rows + i_r).to(tl.int64) * S.H + i_rh % S.H
     # [SPLITS]
     b_found = tl.load(p_found + tl.arange(0, P.SPLITS))
     own = tl.load(p_found + i_s)
     threshold = score_of(tl.load(state + i_rh * S.COLUMNS + THRESHOLD))
     if reselected & (k > 0):
-        forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
-        forced = forced_of(forced_below, free_below, n)
+        free = free_range(domain, tokens, n, S.UNIT)
+        forced = forced_of(free, n)
         first = i_rh * P.SPLITS * P.STRIDE
         p_scores, p_units = candidate_scores + first, candidate_units + first
         p_out = out_indices + i_l * domain.capacity
@@ -335,17 +314,12 @@ def winners_kernel(
         elif i_s == 0:
             take_streamed(
                 scores + i_rh * width, block_list + i_rh * list_blocks, p_out, n, k,
-                forced_below, free_below, list_blocks, P.FALLBACK, S.BLOCK, S.WHOLE,
+                free, list_blocks, P.FALLBACK, S.BLOCK, S.WHOLE,
             )  # fmt: skip
 
 
 def split_topk_triton(
-    scores: Scores,
-    lists: Lists,
-    domain: Domain,
-    held: Held,
-    workspace: TopkWorkspace,
-    splits: int,
+    scores: Scores, lists: Lists, domain: Domain, held: Held, workspace: TopkWorkspace, splits: int
 ) -> None:
     """Launch the two kernels, ``splits`` programs a row and KV head."""
     rows, heads, width = scores.values.shape
@@ -360,12 +334,12 @@ def split_topk_triton(
     found = (workspace.candidate_scores, workspace.candidate_units)
     # Programs that start while scores are being written would take room from the writers.
     candidates_kernel[(rows * heads, splits)](
-        scores.values, scores.block_max, *found, workspace.state, domain, scores.unread,
+        scores.values, scores.block_max, *found, workspace.state, domain,
         lists.rows, lists.counts, width, scores.block_max.shape[2],
         **shapes, num_warps=CANDIDATES_WARPS,
     )  # fmt: skip
     winners_kernel[(rows * heads, splits)](
-        scores.values, *found, workspace.blocks, workspace.state, domain, scores.unread,
+        scores.values, *found, workspace.blocks, workspace.state, domain,
         lists.rows, lists.indices, width, workspace.blocks.shape[2],
         **shapes, num_warps=WINNERS_WARPS, **overlapping(rows * heads),
     )  # fmt: skip

@@ -58,15 +58,7 @@ def _split(n, BT: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
-    p_scores,
-    i_t,
-    n,
-    forced_below,
-    free_below,
-    BT: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def _load_tile(p_scores, i_t, n, free, BT: tl.constexpr, WHOLE: tl.constexpr):
     """(scores, units) [BT / 16, 4, 4] of a tile; NaN past the end."""
     # Each lane loads four neighbouring units, four times, so a warp loads whole cache lines.
     o_q = tl.arange(0, BT // 16)[:, None] * 4 + tl.arange(0, 4)[None, :] * (BT // 4)
@@ -76,8 +68,9 @@ def _load_tile(
     if not WHOLE:
         m_u &= o_u < n
     b_s = tl.load(p_scores + o_u, mask=m_u)
-    if (i_t * BT < forced_below) | (i_t * BT + BT > free_below):
-        b_s = rankable(b_s, o_u, forced_below, free_below, n)
+    first, last = free
+    if (i_t * BT < first) | (i_t * BT + BT > last):
+        b_s = rankable(b_s, o_u, free, n)
         b_s = tl.where(o_u < n, b_s, float("nan"))
     return b_s, o_u
 
@@ -104,7 +97,6 @@ def partition_kernel(
     between,
     state,
     domain,
-    unread,
     width,
     between_held,
     most_between,
@@ -112,10 +104,10 @@ def partition_kernel(
     P: tl.constexpr,
 ):
     """Count a split's units above the bounds; list the scores between them, and count them."""
-    streamed, tokens, n, _ = streamed_row(domain, unread, S)
+    streamed, tokens, n, _ = streamed_row(domain, S)
     if streamed:
         i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
-        forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
+        free = free_range(domain, tokens, n, S.UNIT)
         p_state = state + i_rh * S.COLUMNS
         p_list = between + i_rh * between_held + i_s * most_between
         low, high = score_of(tl.load(p_state + LOW)), score_of(tl.load(p_state + HIGH))
@@ -123,9 +115,7 @@ def partition_kernel(
         count = tl.full((), 0, tl.int32)
         first, last = _split(n, P.TILE, P.SPLITS)
         for i_t in range(first, last):
-            b_s, _o_u = _load_tile(
-                scores + i_rh * width, i_t, n, forced_below, free_below, P.TILE, S.WHOLE
-            )
+            b_s, _o_u = _load_tile(scores + i_rh * width, i_t, n, free, P.TILE, S.WHOLE)
             b_above += tl.sum(tl.sum((b_s > high).to(tl.int32), 2), 1)
             b_between = (b_s >= low) & (b_s <= high)
             b_rank, more = _ranks(b_between)
@@ -142,15 +132,7 @@ def partition_kernel(
 
 
 @triton.jit
-def _search(
-    p_list,
-    b_chunks,
-    k,
-    low,
-    most_between,
-    SIZE: tl.constexpr,
-    P: tl.constexpr,
-):
+def _search(p_list, b_chunks, k, low, most_between, SIZE: tl.constexpr, P: tl.constexpr):
     """(k-th best of the listed scores; how many are above it, how many equal it, up to each split).
 
     ``SIZE`` scores fit; ``low`` is one that at least k reach.
@@ -181,7 +163,6 @@ def threshold_kernel(
     between,
     state,
     domain,
-    unread,
     between_held,
     most_between,
     min_slots,
@@ -193,7 +174,7 @@ def threshold_kernel(
 
     Takes the rows whose lists fill more than ``min_slots`` slots and at most ``SIZE``.
     """
-    streamed, _, _, k = streamed_row(domain, unread, S)
+    streamed, _, _, k = streamed_row(domain, S)
     if streamed:
         i_rh = tl.program_id(0).to(tl.int64)
         p_state = state + i_rh * S.COLUMNS
@@ -235,22 +216,14 @@ def threshold_kernel(
 
 @triton.jit
 def write_kernel(
-    scores,
-    state,
-    domain,
-    unread,
-    list_rows,
-    out_indices,
-    width,
-    S: tl.constexpr,
-    P: tl.constexpr,
+    scores, state, domain, list_rows, out_indices, width, S: tl.constexpr, P: tl.constexpr
 ):
     """Write a split's winners behind those of the splits before it."""
-    streamed, tokens, n, _ = streamed_row(domain, unread, S)
+    streamed, tokens, n, _ = streamed_row(domain, S)
     i_rh, i_s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p_state = state + i_rh * S.COLUMNS
     if streamed & (tl.load(p_state + DONE) != 0):
-        forced_below, free_below = free_range(domain, tokens, n, S.UNIT)
+        free = free_range(domain, tokens, n, S.UNIT)
         i_l = tl.load(list_rows + tl.program_id(0) // S.H).to(tl.int64) * S.H + i_rh % S.H
         key, ties = tl.load(p_state + _SCORE), tl.load(p_state + _TIES)
         # Of the units that equal the k-th best, the first ones win.
@@ -264,9 +237,7 @@ def write_kernel(
         p_out = out_indices + i_l * domain.capacity
         first, last = _split(n, P.TILE, P.SPLITS)
         for i_t in range(first, last):
-            b_s, o_u = _load_tile(
-                scores + i_rh * width, i_t, n, forced_below, free_below, P.TILE, S.WHOLE
-            )
+            b_s, o_u = _load_tile(scores + i_rh * width, i_t, n, free, P.TILE, S.WHOLE)
             b_win = b_s >= threshold
             if some_win:
                 b_rank, tied = _ranks(b_s == score)
@@ -278,11 +249,7 @@ def write_kernel(
 
 
 def stream_topk_triton(
-    scores: Scores,
-    lists: Lists,
-    domain: Domain,
-    held: Held,
-    workspace: TopkWorkspace,
+    scores: Scores, lists: Lists, domain: Domain, held: Held, workspace: TopkWorkspace
 ) -> None:
     """Launch the passes over splits, then :func:`stream_topk_kernel` for rows left over."""
     rows, heads, width = scores.values.shape
@@ -291,27 +258,27 @@ def stream_topk_triton(
     shapes = {"S": constants(held), "P": constants(StreamSplit(STREAM_SPLITS, TILE_UNITS, CHUNK))}
     splits = (rows * heads, STREAM_SPLITS)
     bounds_kernel[splits[:1]](
-        scores.values, between, state, domain, scores.unread, width, between_held,
+        scores.values, between, state, domain, width, between_held,
         min(MOST_LISTED, STREAM_SPLITS * max(most_between, CHUNK)),
         S=shapes["S"], TILE=STREAM_UNITS, num_warps=BOUNDS_WARPS,
     )  # fmt: skip
     partition_kernel[splits](
-        scores.values, between, state, domain, scores.unread, width, between_held, most_between,
+        scores.values, between, state, domain, width, between_held, most_between,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     min_slots = -1
     for most, registers in ((FEW_LISTED, FEW_REGISTERS), (MOST_LISTED, MOST_REGISTERS)):
         threshold_kernel[splits[:1]](
-            between, state, domain, scores.unread, between_held, most_between, min_slots,
+            between, state, domain, between_held, most_between, min_slots,
             **shapes, SIZE=most, num_warps=SEARCH_WARPS, maxnreg=registers,
         )  # fmt: skip
         min_slots = most
     write_kernel[splits](
-        scores.values, state, domain, scores.unread, lists.rows, lists.indices, width,
+        scores.values, state, domain, lists.rows, lists.indices, width,
         **shapes, num_warps=TILE_WARPS,
     )  # fmt: skip
     stream_topk_kernel[splits[:1]](
-        scores.values, between, state, domain, scores.unread, lists.rows, lists.indices, width,
+        scores.values, between, state, domain, lists.rows, lists.indices, width,
         between_held,
         S=shapes["S"], TILE=STREAM_UNITS, num_warps=STREAM_WARPS,
     )  # fmt: skip

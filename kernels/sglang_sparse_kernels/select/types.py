@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..common import Device, check_fits
 from ..records import padded_blocks
 
 STREAM_SPLITS = 32
@@ -47,10 +48,7 @@ class TopkWorkspace:
 
     def rows(self, batch_size: int) -> "TopkWorkspace":
         """A view of the first ``batch_size`` rows; raises ValueError if there are fewer."""
-        if batch_size > self.blocks.shape[0]:
-            raise ValueError(
-                f"batch of {batch_size} rows does not fit a workspace of {self.blocks.shape[0]}"
-            )
+        check_fits(batch_size, self.blocks)
         return replace(
             self,
             blocks=self.blocks[:batch_size],
@@ -59,11 +57,7 @@ class TopkWorkspace:
 
 
 def make_topk_workspace(
-    max_rows: int,
-    num_kv_heads: int,
-    max_units: int,
-    capacity_units: int,
-    device: torch.device | str,
+    max_rows: int, num_kv_heads: int, max_units: int, capacity_units: int, device: Device
 ) -> TopkWorkspace:
     """Scratch for batches of up to ``max_rows`` rows.
 

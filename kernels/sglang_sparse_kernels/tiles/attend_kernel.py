@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import cast, dot, online_softmax, row_table, scaled_logits, slots_of
-from .score_kernel import block_queries, load_queries
+from ..triton_ops import cast, constants, dot, online_softmax, row_table, scaled_logits, slots_of
+from .score_kernel import TileShape, load_queries
 from .types import TilePlan
 
 # (keys at a time, stages, warps), as measured on one H200.
@@ -32,17 +32,10 @@ def tile_attend_kernel(
     capacity,
     scale_log2,
     logit_cap,
-    H: tl.constexpr,
     LISTS: tl.constexpr,
-    G: tl.constexpr,
-    BM: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BN: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    S: tl.constexpr,
 ):
-    i_t, i_h = tl.program_id(0) // H, tl.program_id(0) % H
+    i_t, i_h = tl.program_id(0) // S.H, tl.program_id(0) % S.H
     i_list = i_h
     if head_map is not None:
         i_list = tl.load(head_map + i_h)
@@ -53,19 +46,19 @@ def tile_attend_kernel(
     tail = tl.load(plan.tail_start + i_t)
     list_tokens = tl.minimum(tl.load(plan.k_units + i_t), capacity)
     counted = tl.load(counts + i_l)
-    o_m, o_d = tl.arange(0, BM), tl.arange(0, D)
-    b_q = load_queries(q, q_row, seq_len - start, i_h, stride_q, G, BM, D)
-    o_p = start + o_m // G
-    b_acc = tl.zeros((BM, D), tl.float32)
-    b_max = tl.full((BM,), float("-inf"), tl.float32)
-    b_sum = tl.zeros((BM,), tl.float32)
+    o_m, o_d = tl.arange(0, S.BM), tl.arange(0, S.D)
+    b_q = load_queries(q, q_row, seq_len - start, i_h, stride_q, S)
+    o_p = start + o_m // S.G
+    b_acc = tl.zeros((S.BM, S.D), tl.float32)
+    b_max = tl.full((S.BM,), float("-inf"), tl.float32)
+    b_sum = tl.zeros((S.BM,), tl.float32)
     p_table = row_table(kv, i_t)
     p_list = indices + i_l * capacity
     # One sequence of tokens: the tail, then the list.
     tail_tokens = seq_len - tail
     total = tail_tokens + list_tokens
-    for i_n in tl.range(0, total, BN, num_stages=STAGES):
-        o_n = i_n + tl.arange(0, BN)
+    for i_n in tl.range(0, total, S.BN, num_stages=S.STAGES):
+        o_n = i_n + tl.arange(0, S.BN)
         m_tail, m_n = o_n < tail_tokens, o_n < total
         o_l = o_n - tail_tokens
         # [BN]
@@ -73,13 +66,13 @@ def tile_attend_kernel(
         b_pos = tl.where(m_tail, tail + o_n, b_token)
         m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
         # [BN]
-        o_kv = (slots_of(p_table, b_pos, m_n, PAGE).to(tl.int64) * H + i_h) * D
+        o_kv = (slots_of(p_table, b_pos, m_n, S.PAGE).to(tl.int64) * S.H + i_h) * S.D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
         b_k = b_k.to(b_q.dtype)
         # [BM, BN]
-        b_s = dot(b_q, tl.trans(b_k), tl.zeros((BM, BN), tl.float32))
-        b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
+        b_s = dot(b_q, tl.trans(b_k), tl.zeros((S.BM, S.BN), tl.float32))
+        b_s = scaled_logits(b_s, scale_log2, logit_cap, S.HAS_CAP)
         b_s = tl.where(m_n[None, :] & (b_pos[None, :] <= o_p[:, None]), b_s, float("-inf"))
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
@@ -87,9 +80,9 @@ def tile_attend_kernel(
         b_v = b_v.to(b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
     b_out = b_acc * kv.v_scale / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-    o_o = ((q_row + o_m // G).to(tl.int64) * H + i_h) * G + o_m % G
-    m_m = o_m < (seq_len - start) * G
-    p_out = out + o_o[:, None] * D + o_d[None, :]
+    o_o = ((q_row + o_m // S.G).to(tl.int64) * S.H + i_h) * S.G + o_m % S.G
+    m_m = o_m < (seq_len - start) * S.G
+    p_out = out + o_o[:, None] * S.D + o_d[None, :]
     tl.store(p_out, cast(b_out, out.dtype.element_ty), mask=m_m[:, None])
 
 
@@ -98,13 +91,11 @@ def tile_attention_triton(
     out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Launch :func:`tile_attend_kernel`, one program a tile and KV head."""
-    rows, heads, group, softmax = plan.rows, kv.num_heads, kv.group_of(q), kv.logits(softmax)
-    tokens, stages, warps = ATTEND_TILE
+    rows, heads, softmax = plan.rows, kv.num_heads, kv.logits(softmax)
+    shape = TileShape.of(q, kv, plan, softmax, ATTEND_TILE)
     tile_attend_kernel[(rows.num_rows * heads,)](
         q, kv.args, rows.args, rows.update_start, plan.q_rows, lists.rows, lists.indices,
         lists.counts, lists.head_map, out, q.stride(0), lists.capacity, softmax.scale_log2,
         softmax.logit_cap,
-        H=heads, LISTS=lists.indices.shape[1], G=group, BM=block_queries(plan, group),
-        D=q.shape[2], PAGE=kv.page_size, BN=tokens, HAS_CAP=softmax.logit_cap > 0, STAGES=stages,
-        num_warps=warps,
+        LISTS=lists.indices.shape[1], S=constants(shape), num_warps=ATTEND_TILE[2],
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_sparse.choices.interfaces import BudgetChoice, ScoreChoice
+from sglang_sparse.choices.budget._asked import AskedBudget
+from sglang_sparse.choices.interfaces import ScoreChoice
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_sparse_kernels.step import Stage
 
 
-class ListBudget(BudgetChoice):
+class ListBudget(AskedBudget):
     """A budget that fixes the length of a list before anything is scored."""
 
     def build(self, build: Build, score: ScoreChoice) -> ListRun:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sglang_sparse.choices.budget._listed import ListBudget
-from sglang_sparse.choices.choice import MAX_COUNT, MILLION, check_at_least
+from sglang_sparse.choices.choice import MAX_COUNT, MILLION
 
 
 class FractionBudget(ListBudget):
@@ -29,22 +29,9 @@ class FractionBudget(ListBudget):
         description="Most that one request may ask for; null allows no more than `fraction`.",
     )
 
-    @model_validator(mode="after")
-    def _check_max(self) -> Self:
-        check_at_least("budget.max_fraction", self.max_fraction, "budget.fraction", self.fraction)
-        return self
-
-    @property
-    def amount(self) -> float:
-        return self.fraction
-
-    @property
-    def largest(self) -> FractionBudget:
-        return self.asked(self.max_fraction or self.fraction)
-
     def request_range(self, least_tokens: int) -> tuple[float, float]:
         """Return the least and the largest share that a request may ask for."""
-        return 1 / MILLION, self.largest.fraction
+        return 1 / MILLION, self.largest.amount
 
     def asked(self, value: float) -> FractionBudget:
         """Return the budget of a request that asks for the share `value`; the floor stays."""

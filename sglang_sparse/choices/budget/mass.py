@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig, check_at_least
-from sglang_sparse.choices.interfaces import BudgetChoice, PassShape, Point, ScoreChoice
+from sglang_sparse.choices.budget._asked import AskedBudget
+from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
+from sglang_sparse.choices.interfaces import PassShape, Point, ScoreChoice
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ _WORKSPACE_BYTES = 256 << 20
 _EXPECTED_AT_FIRST = 8
 
 
-class MassBudget(BudgetChoice):
+class MassBudget(AskedBudget):
     """As many units as reach a share of the attention mass (PSA, section 3.2).
 
     Units are attended to in the order of their scores, a microbatch at a time, until the estimated
@@ -72,23 +73,9 @@ class MassBudget(BudgetChoice):
         description="Share of the query heads of one KV head: the smallest, or their mean.",
     )
 
-    @model_validator(mode="after")
-    def _check_max(self) -> Self:
-        check_at_least("budget.max_epsilon", self.max_epsilon, "budget.epsilon", self.epsilon)
-        return self
-
-    @property
-    def amount(self) -> float:
-        return self.epsilon
-
-    @property
-    def largest(self) -> MassBudget:
-        """This budget with the largest share that a request may ask for; all rank equally many."""
-        return self.asked(self.max_epsilon or self.epsilon)
-
     def request_range(self, least_tokens: int) -> tuple[float, float]:
         """Return the least and the largest share that a request may ask for."""
-        return 1 / MILLION, self.largest.epsilon
+        return 1 / MILLION, self.largest.amount
 
     def asked(self, value: float) -> MassBudget:
         """Return the budget of a request that is to reach the share `value`."""

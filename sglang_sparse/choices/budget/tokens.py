@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sglang_sparse.choices.budget._listed import ListBudget
-from sglang_sparse.choices.choice import MAX_COUNT, check_at_least
+from sglang_sparse.choices.choice import MAX_COUNT
 
 
 class TokenBudget(ListBudget):
@@ -28,22 +28,9 @@ class TokenBudget(ListBudget):
         description="Most that one request may ask for; null allows no more than `tokens`.",
     )
 
-    @model_validator(mode="after")
-    def _check_max(self) -> Self:
-        check_at_least("budget.max_tokens", self.max_tokens, "budget.tokens", self.tokens)
-        return self
-
-    @property
-    def amount(self) -> int:
-        return self.tokens
-
-    @property
-    def largest(self) -> TokenBudget:
-        return TokenBudget(tokens=self.max_tokens or self.tokens)
-
-    def request_range(self, least_tokens: int) -> tuple[int, int]:
+    def request_range(self, least_tokens: int) -> tuple[float, float]:
         """Return the least and the most tokens that a request may ask for."""
-        return least_tokens, self.largest.tokens
+        return least_tokens, self.largest.amount
 
     def asked(self, value: float) -> TokenBudget:
         """Return the budget of a request that asks for `value` tokens, a whole number."""

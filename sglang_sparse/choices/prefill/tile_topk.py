@@ -264,7 +264,7 @@ class TileRun:
         """
         import torch
 
-        from sglang_sparse_kernels.records import KVScales
+        from sglang_sparse_kernels.records import KVScales, Softmax
 
         if self.impl != "triton":
             return
@@ -282,18 +282,11 @@ class TileRun:
                 batch = self.plan(table, [min(width, longest) - new], [new], [])
                 if batch is not None:
                     for layer in kinds.values():
-                        self.run(batch, layer, q, scaling=1.0, logit_cap=0.0, kv_scales=KVScales())
+                        self.run(batch, layer, q, Softmax(1.0), KVScales())
             width *= 2
 
     def run(
-        self,
-        batch: TileBatch,
-        layer: int,
-        q: torch.Tensor,
-        *,
-        scaling: float,
-        logit_cap: float,
-        kv_scales: KVScales,
+        self, batch: TileBatch, layer: int, q: torch.Tensor, softmax: Softmax, kv_scales: KVScales
     ) -> torch.Tensor:
         """Select, if the layer does, and attend, unless it attends to everything.
 
@@ -301,8 +294,7 @@ class TileRun:
             batch: from :meth:`plan`.
             layer: global id of a layer that selects or reuses.
             q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
-            scaling: factor on q.k.
-            logit_cap: soft cap on logits, 0 for none.
+            softmax: how products become the layer's logits.
             kv_scales: of the layer's rows.
 
         Returns:
@@ -310,7 +302,7 @@ class TileRun:
         """
         import torch
 
-        from sglang_sparse_kernels.records import Lists, Softmax
+        from sglang_sparse_kernels.records import Lists
 
         program, plan = self.programs[layer], batch.plan
         step = TileStep(
@@ -318,7 +310,7 @@ class TileRun:
             q=q,
             kv=program.kv(plan.rows.page_table, self.page_size, kv_scales),
             lists=Lists(batch.indices, batch.counts, plan.rows.request_slots, 1, program.head_map),
-            softmax=Softmax(scaling, logit_cap),
+            softmax=softmax,
             out=torch.zeros(q.shape, dtype=q.dtype, device=q.device),
         )
         for stage in self.stages[layer]:

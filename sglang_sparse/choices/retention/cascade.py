@@ -6,12 +6,12 @@ Cascading KV Cache, arXiv:2406.17808, section 3.2 and algorithms 1 and 2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
 from sglang_sparse.choices.choice import MAX_COUNT, InvalidConfig
-from sglang_sparse.choices.interfaces import Point, RetentionChoice
+from sglang_sparse.choices.interfaces import BoundedRetention, Point
 
 if TYPE_CHECKING:
     from sglang_sparse_kernels.cascade import AttentionAverage, CascadeShape
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 _OWN = ("sink_tokens", "recent_tokens", "min_sparse_tokens", "cadence", "inner")
 
 
-class Cascade(RetentionChoice):
+class Cascade(BoundedRetention):
     """A bounded number of tokens a request, whatever its length.
 
     Held are `sinks` first tokens, `levels` sub-caches of `window / levels` tokens, and the stride
     that is being filled. Level i takes every 2^i-th token; of two that compete, the one with the
     higher moving average of attention stays.
     """
-
-    bounded: ClassVar[bool] = True
 
     kind: Literal["cascade"] = "cascade"
     window: int = Field(ge=1, le=MAX_COUNT, description="Tokens of all sub-caches together.")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.compat import shared
 from sglang_sparse.compat.protocol import Hook
+from sglang_sparse.config import ConfigError
 
 if TYPE_CHECKING:
     from sglang_sparse.graph_variants import Variant
@@ -104,5 +105,11 @@ def variant_being_captured() -> Variant:
 
 
 def prepare_ngram_worker() -> None:
-    """Never called: speculation is refused."""
-    raise NotImplementedError("speculation is refused with this version of SGLang")
+    """Refuse: a start with speculation is refused before, since it is not tested here."""
+    raise ConfigError(
+        flag="--speculative-algorithm",
+        value="NGRAM",
+        problem="it is not tested with this version of SGLang",
+        allowed="unset",
+        remedy="start without it",
+    )

@@ -7,16 +7,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, Batch
 
-from sglang_sparse_kernels import (
-    DENSE_REQUEST,
-    DecodePlan,
-    PlanRules,
-    RequestState,
-    TokenTable,
-    budget_row,
-    plan_decode,
-    snapshot_page_table,
-)
+import sglang_sparse_kernels as kernels
 
 IMPLS = ("torch", "triton")
 ROWS = 24
@@ -57,7 +48,7 @@ def random_requests(seed: int, page_size: int, index_dtype: torch.dtype) -> tupl
     lengths = torch.randint(1, width + 1, (ROWS,), generator=rng)
     lengths[:4] = torch.tensor([1, page_size, page_size + 1, width])
     start = torch.randint(0, width, (ROWS + 8,), generator=rng).int()
-    start[slots[5]] = DENSE_REQUEST
+    start[slots[5]] = kernels.DENSE_REQUEST
     return (
         table.to(DEVICE),
         slots.to(DEVICE, index_dtype),
@@ -81,16 +72,16 @@ def test_plan_equals_the_contract_row_by_row(impl: str, seed: int) -> None:
         "refresh_every": (64, 1, 7)[seed % 3],
     }
     # Each request has a budget of its own; most share the server's.
-    rows = [budget_row((0, 128, 100)[seed % 3], (0.1, 0.0, 1 / 3)[seed % 3])] * (ROWS + 8)
+    rows = [kernels.budget_row((0, 128, 100)[seed % 3], (0.1, 0.0, 1 / 3)[seed % 3])] * (ROWS + 8)
     own = torch.randint(0, 600, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
-    rows[3:15] = [budget_row(floor, floor / 600) for floor in own]
+    rows[3:15] = [kernels.budget_row(floor, floor / 600) for floor in own]
     budgets = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    plan = DecodePlan.allocate(ROWS + 2, 25, DEVICE)
+    plan = kernels.DecodePlan.allocate(ROWS + 2, 25, DEVICE)
     for field in fields(plan):
         getattr(plan, field.name).fill_(-77)
     view = plan.rows(ROWS)
-    tokens, state = TokenTable(table, slots, lengths), RequestState(start, budgets)
-    plan_decode(tokens, state, PlanRules(**settings), plan=view, impl=impl)
+    tokens, state = kernels.TokenTable(table, slots, lengths), kernels.RequestState(start, budgets)
+    kernels.plan_decode(tokens, state, kernels.PlanRules(**settings), plan=view, impl=impl)
     for row in range(ROWS):
         length = int(lengths[row])
         want = naive_plan(length, int(start[slots[row]]), rows[int(slots[row])], settings)
@@ -107,8 +98,8 @@ def test_plan_equals_the_contract_row_by_row(impl: str, seed: int) -> None:
 def test_snapshot_copies_only_the_pages_in_use(impl: str) -> None:
     table, slots, lengths, _ = random_requests(9, 64, torch.int64)
     out = torch.full((ROWS, 13), -5, dtype=torch.int32, device=DEVICE)
-    tokens = TokenTable(table, slots, lengths)
-    snapshot_page_table(tokens, page_size=64, out=out, impl=impl)
+    tokens = kernels.TokenTable(table, slots, lengths)
+    kernels.snapshot_page_table(tokens, page_size=64, out=out, impl=impl)
     for row in range(ROWS):
         pages = min(-(-int(lengths[row]) // 64), 13)
         assert torch.equal(out[row, :pages], (table[slots[row], ::64] // 64)[:pages])
@@ -151,11 +142,13 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
     }
     asked = {"budgets": batch.budgets, "impl": "torch"} | change
     settings |= {name: asked.pop(name) for name in settings if name in asked}
-    tokens = TokenTable(batch.req_to_token, batch.req_slots, batch.seq_lens)
+    tokens = kernels.TokenTable(batch.req_to_token, batch.req_slots, batch.seq_lens)
 
     def planned() -> None:
-        state = RequestState(batch.decode_start, asked["budgets"])
-        plan_decode(tokens, state, PlanRules(**settings), plan=batch.plan, impl=asked["impl"])
+        state = kernels.RequestState(batch.decode_start, asked["budgets"])
+        kernels.plan_decode(
+            tokens, state, kernels.PlanRules(**settings), plan=batch.plan, impl=asked["impl"]
+        )
 
     with pytest.raises(ValueError, match=message):
         planned()
@@ -164,9 +157,9 @@ def test_bad_settings_are_named(change: dict, message: str) -> None:
 @pytest.mark.parametrize(("floor", "fraction"), [(-1, 0.0), (2**31, 0.0), (1, 1.5), (1, -0.1)])
 def test_a_budget_out_of_range_is_refused(floor: int, fraction: float) -> None:
     with pytest.raises(ValueError, match="must be in"):
-        budget_row(floor, fraction)
+        kernels.budget_row(floor, fraction)
 
 
 def test_a_plan_has_no_more_rows_than_it_was_given() -> None:
     with pytest.raises(ValueError, match="batch of 5 rows does not fit a plan of 4"):
-        DecodePlan.allocate(4, 2).rows(5)
+        kernels.DecodePlan.allocate(4, 2).rows(5)

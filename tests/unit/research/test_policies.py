@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from error_budget import attention_difference
 
 from sglang_sparse.research.policies import (
     WINDOW,
@@ -38,6 +39,7 @@ from sglang_sparse_kernels.progressive.reference import (
     rank_units_reference,
     residual_bounds_reference,
 )
+from sglang_sparse_kernels.progressive.types import ResidualRule
 from sglang_sparse_kernels.score.reference import (
     page_bounds_reference,
     page_minmax_score_reference,
@@ -126,7 +128,9 @@ def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
     cache = Cache(k, v)
     mask = attend_mask(policy, q, cache, torch.full((ROWS,), LENGTH))
     assert (mask.sum(-1) == KEPT + 1).all()
-    torch.testing.assert_close(attend(q, cache, mask), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attend(q, cache, mask), expected, rtol=0, atol=attention_difference(q, k, v, SOFTMAX.scale)
+    )
 
 
 @pytest.mark.parametrize("reduce", ["max", "sum"])
@@ -142,7 +146,9 @@ def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
     policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)
     cache = Cache(k, v)
     mask = attend_mask(policy, q, cache, lengths)
-    torch.testing.assert_close(attend(q, cache, mask), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attend(q, cache, mask), expected, rtol=0, atol=attention_difference(q, k, v, SOFTMAX.scale)
+    )
 
 
 def test_page_means_are_the_kernels_digests(step) -> None:
@@ -199,10 +205,8 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
         by_head = torch.zeros(ROWS, GROUPS, q.shape[1] // GROUPS, LENGTH)
         rest = torch.zeros(*by_head.shape[:3], LENGTH)
         page_bounds_reference(q, cuboids(*planes), plan, unit=PAGE, out=by_head)
-        residual_bounds_reference(
-            by_head, bare(scores), plan, ranking, always=ALWAYS, microbatch=32, softmax=SOFTMAX,
-            margin=margin, out=rest,
-        )  # fmt: skip
+        rule = ResidualRule(ALWAYS, 32, SOFTMAX, margin)
+        residual_bounds_reference(by_head, bare(scores), plan, ranking, rule, rest)
     kv = KVView(paged(k), paged(v), plan.page_table, PAGE)
     stop = MassStop(ALWAYS, 32, share, torch.full((ROWS,), epsilon), rest)
     progressive_decode_attention_reference(
@@ -212,7 +216,12 @@ def test_a_share_of_the_mass_stops_as_the_kernels_references(
     mask = attend_mask(policy, q, cache, lengths)
     # The study counts the current token's unit among its units, the kernels beside them.
     assert (mask.sum(-1) - reached * unit).abs().max() <= unit
-    torch.testing.assert_close(attend(q, cache, mask), out.flatten(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        attend(q, cache, mask),
+        out.flatten(1),
+        rtol=0,
+        atol=attention_difference(q, k, v, SOFTMAX.scale),
+    )
     whole = kept_share(q, k, lengths, mask)
     assert (whole <= 1 + 1e-6).all()
     assert (whole >= 1 - 1e-6).all() or epsilon < 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from error_budget import attention_difference
 from live_server import MODEL
 
 from sglang_sparse.research import kascade
@@ -72,7 +73,8 @@ def test_tiles_of_the_study_equal_the_operators(pool: Pool, taken: list[int] | N
     prefill = TilePrefill(0.3, floor=40, sink=4, recent=8, least=64, tile=32, pool=pool)
     q, k, v = random_layer(1)
     got = prefill(0, q[None], k[None], v[None])[0]
-    torch.testing.assert_close(got, kernels_prefill(q, k, v, taken, pool), rtol=1e-4, atol=1e-5)
+    expected, atol = kernels_prefill(q, k, v, taken, pool), attention_difference(q, k, v, DIM**-0.5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
     dense = torch.nn.functional.scaled_dot_product_attention(
         q[None], k[None], v[None], is_causal=True, enable_gqa=True
     )[0]
@@ -100,7 +102,9 @@ def test_the_first_anchor_is_dense_and_a_reuse_layer_takes_mapped_lists() -> Non
     torch.testing.assert_close(first, dense)
     # The same queries and keys again: what differs is whose list a head takes.
     got = prefill(1, q[None], k[None], v[None])[0]
-    torch.testing.assert_close(got, kernels_prefill(q, k, v, taken, "group"), rtol=1e-4, atol=1e-5)
+    expected = kernels_prefill(q, k, v, taken, "group")
+    atol = attention_difference(q, k, v, DIM**-0.5)
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
 
 
 def test_layers_take_what_the_last_anchor_chose() -> None:
