@@ -3,8 +3,10 @@
 #   make serve ARGS="--port 31000"    arguments go to the server
 #   make test ARGS="-k planes"        arguments go to pytest
 #   make test SGLANG=0.5.23           another supported SGLang, in an environment of its own
+#   make test-versions                all tests on each, those that do not reach SGLang once
 # The SGLang that is verified on GPUs too.
 DEFAULT_SGLANG := 0.5.17
+OTHER_SGLANG := 0.5.23
 SGLANG ?= $(DEFAULT_SGLANG)
 VENV := $(if $(filter $(SGLANG),$(DEFAULT_SGLANG)),.venv,.venv-$(SGLANG))
 PY := $(VENV)/bin/python
@@ -12,7 +14,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-e2e lint format bench loadtest gpu-check docs schema clean
+.PHONY: help install serve test test-versions test-other test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
 
 help:
 	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | docs | schema | clean"
@@ -33,14 +35,25 @@ serve: $(STAMP)
 	$(PY) -m sglang_sparse.serve_reference $(ARGS)
 
 # Side by side on two cores; the servers that tests share take the longer half.
-# With ARGS that select tests of one half alone, the other may find none (status 5).
-test: $(STAMP)
-	@$(MAKE) --no-print-directory -j2 --output-sync=target SGLANG=$(SGLANG) test-e2e test-unit
+# With ARGS that select tests of one part alone, the others may find none (status 5).
+SIDE_BY_SIDE = $(MAKE) --no-print-directory -j2 --output-sync=target SGLANG=$(SGLANG)
 
-test-e2e: FOLDERS := tests/e2e
-test-unit: FOLDERS := tests/unit tests/start
-test-e2e test-unit: $(STAMP)
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(FOLDERS) -m "not gpu" $(ARGS) || test "$$?$(if $(ARGS),ok)" = 5ok
+test: $(STAMP)
+	@$(SIDE_BY_SIDE) test-e2e test-unit test-alone
+
+# The long parts first; the other version's environment is installed beside them.
+test-versions: $(STAMP)
+	@$(SIDE_BY_SIDE) test-e2e test-other test-unit test-alone
+
+test-other:
+	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-e2e test-unit
+
+test-e2e: WHICH := tests/e2e
+test-unit: WHICH := tests/unit tests/start --sglang used
+# Tests whose files do not reach SGLang; they run where it cannot be imported.
+test-alone: WHICH := tests/unit --sglang unused
+test-e2e test-unit test-alone: $(STAMP)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(WHICH) -m "not gpu" $(ARGS) || test "$$?$(if $(ARGS),ok)" = 5ok
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

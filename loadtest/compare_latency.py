@@ -31,7 +31,7 @@ from profile_decode import profile
 HERE = Path(__file__).parent
 # Short rows are measured sparse too, so that the crossover can be read off.
 SPARSE = ["--attention-backend", "sparse", "--sparse-config", '{"min_sparse_tokens": 4096}']
-METHODS = ("sparcas", "page_minmax", "kascade", "kascade_sketch", "psa", "psa_sketch")
+METHODS = ("sparcas", "page_minmax", "kascade", "kascade_sketch", "psa", "psa_sketch", "lserve")
 CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
     **{method: [*SPARSE, "--sparse-method", method] for method in METHODS},

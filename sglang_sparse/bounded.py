@@ -11,9 +11,6 @@ from sglang_sparse.config import ConfigError
 from sglang_sparse.config.load import METHOD_FLAG, Resolved
 from sglang_sparse_radix.refusals import Rule
 
-# Where states take the place of SGLang's KV pool.
-SGLANG = ("0.5.17",)
-
 BOUNDED_RULES = (
     Rule("tp_size", (1, None), "states of several ranks are not tested yet"),
     Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "states hold keys as they are"),
@@ -35,16 +32,23 @@ def check_bounded(args: Any, resolved: Resolved) -> None:
     """
     if not resolved.config.retention.bounded:
         return
-    found = compat.sglang_version()
-    if found not in SGLANG:
+    if not compat.is_tested():
         raise ConfigError(
             flag=METHOD_FLAG,
             value=resolved.method,
-            problem=f"its states were not tested on sglang {found}",
-            allowed=f"sglang {' or '.join(SGLANG)}",
-            remedy="install that version, or use another method",
+            problem=f"its states were not tested on sglang {compat.sglang_version()}",
+            allowed=f"sglang {' or '.join(compat.TESTED_SGLANG)}",
+            remedy="install a tested version, or use another method",
         )
     shares = resolved.config.retention.kept_prefixes > 0
+    if shares and not compat.current().SHARES_STATES:
+        raise ConfigError(
+            flag="--sparse-config",
+            value=f"retention.snapshots={resolved.config.retention.kept_prefixes}",
+            problem=f"sglang {compat.sglang_version()} has no cache to share states by",
+            allowed=f"0, or sglang {compat.TESTED_SGLANG[0]}",
+            remedy="set it to 0 and add --disable-radix-cache, or install that version",
+        )
     if args.disable_radix_cache is shares:
         raise refuse(
             "--disable-radix-cache",

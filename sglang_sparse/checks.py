@@ -48,7 +48,6 @@ ATTENTION_RULES = (
     Rule("enable_lora", _OFF, "LoRA graphs take the graph variant that sparse decode needs"),
     Rule("lora_paths", (None, [], {}), "LoRA graphs take the graph variant of sparse decode"),
     Rule("enable_deterministic_inference", _OFF, "the number of KV splits depends on the batch"),
-    Rule("tokenizer_worker_num", (1, None), "requests are checked in the process that has plugins"),
     Rule("speculative_adaptive", _OFF, "graphs are captured for one number of draft tokens"),
     Rule("dp_size", (1, None), "copies of the model behind one server are not tested"),
     Rule("nnodes", (1, None), "ranks on several hosts are not tested"),
@@ -86,6 +85,7 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
     """
     _check_rules(args)
     _check_host_tier(args)
+    _check_tokenizers(args)
     if args.device is not None:
         _check_device(args.device)
     switch = unsupported_switch()
@@ -203,6 +203,19 @@ def _check_host_tier(args: Any) -> None:
             True,
             f"sglang {compat.TESTED_SGLANG[0]}",
             f"drop it, or install that version: this one is {compat.sglang_version()}",
+        )
+
+
+def _check_tokenizers(args: Any) -> None:
+    """Refuse several tokenizer processes of other servers than uvicorn, which alone was tested."""
+    others = ("enable_http2", "enable_http_worker_reuseport")
+    several = (args.tokenizer_worker_num or 1) > 1
+    if several and any(getattr(args, name, False) for name in others):
+        raise refuse(
+            "--tokenizer-worker-num",
+            args.tokenizer_worker_num,
+            "1 with --enable-http2 or --enable-http-worker-reuseport",
+            "drop one of them: processes that these start were not tested to check requests",
         )
 
 

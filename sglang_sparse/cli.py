@@ -211,22 +211,82 @@ def calibrate_kascade(
     ] = "auto",
 ) -> None:
     """Choose Kascade's anchors and head maps on a model; resumes if it was interrupted."""
+    from sglang_sparse.calibrate.kascade import Settings, calibrate
+
+    settings = Settings(
+        model=model, prompts=prompts, anchors=anchors, outputs=output, report=report, count=count,
+        max_tokens=max_tokens, top_k=top_k, tp=tp, importance=importance, seed=seed,
+        device=_calibration_device(device),
+    )  # fmt: skip
+    layers = calibrate(settings, Console(stderr=True))
+    typer.echo(f"anchors {list(layers.anchors)}; wrote {', '.join(map(str, output))}")
+
+
+@calibrate_app.command("lserve")
+def calibrate_lserve(
+    model: Annotated[str, typer.Option(help="A folder or hub name that transformers loads.")],
+    output: Annotated[
+        list[Path], typer.Option(help="Preset to write: configs/MODEL/lserve.json; repeatable.")
+    ],
+    report: Annotated[Path, typer.Option(help="Folder for tables, gates and pictures.")],
+    finder: Annotated[
+        Literal["gradient", "gates"],
+        typer.Option(
+            help="gradient: one backward pass a prompt; gates: DuoAttention's optimisation."
+        ),
+    ] = "gradient",
+    check: Annotated[
+        Literal["none", "leave-one-out"],
+        typer.Option(help="Let each head stream alone, and compare what that does."),
+    ] = "none",
+    gates: Annotated[
+        Path | None,
+        typer.Option(help="DuoAttention's TSV of gates; nothing is searched then."),
+    ] = None,
+    sparsity: Annotated[float, typer.Option(help="Share of the KV heads that stream.")] = 0.5,
+    sink: Annotated[int, typer.Option(help="First tokens that a streaming head sees.")] = 128,
+    local: Annotated[int, typer.Option(help="Last tokens that a streaming head sees.")] = 1024,
+    equal_per_layer: Annotated[
+        bool, typer.Option(help="Let as many heads stream in every layer.")
+    ] = False,
+    tp: Annotated[int, typer.Option(help="Ranks that have as many streaming heads each.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimisation steps of --finder gates.")] = 200,
+    l1: Annotated[float, typer.Option(help="Weight of the gates' mean in their loss.")] = 0.05,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON Lines of prompts; generated ones if left out.")
+    ] = None,
+    count: Annotated[int, typer.Option(help="Prompts to measure on.")] = 24,
+    max_tokens: Annotated[int, typer.Option(help="Tokens kept of a longer prompt.")] = 8192,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and of random draws.")] = 0,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: cuda if there is one.")
+    ] = "auto",
+) -> None:
+    """Find the heads of a model that can do with a window; resumes if it was interrupted."""
+    from sglang_sparse.calibrate.lserve import Settings, calibrate
+
+    settings = Settings(
+        model=model, prompts=prompts, outputs=output, report=report, finder=finder,
+        sparsity=sparsity, sink=sink, local=local, check=check == "leave-one-out",
+        equal_per_layer=equal_per_layer, tp=tp, steps=steps, l1=l1, count=count,
+        max_tokens=max_tokens, seed=seed, device=_calibration_device(device), gates=gates,
+    )  # fmt: skip
+    heads = calibrate(settings, Console(stderr=True))
+    streaming = sum(map(len, heads.streaming))
+    typer.echo(f"{streaming} heads stream; wrote {', '.join(map(str, output))}")
+
+
+def _calibration_device(device: str) -> str:
+    """The device that `--device` means; ends the command if it, or matplotlib, is not there."""
     if find_spec("matplotlib") is None:
         raise _fail("the report's pictures need matplotlib: pip install 'sglang-sparse[calibrate]'")
     import torch
 
-    from sglang_sparse.calibrate.kascade import Settings, calibrate
-
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device == "cuda" and not torch.cuda.is_available():
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
         raise _fail("--device cuda: there is none; allowed: cpu; drop --device")
-    settings = Settings(
-        model=model, prompts=prompts, anchors=anchors, outputs=output, report=report, count=count,
-        max_tokens=max_tokens, top_k=top_k, tp=tp, importance=importance, seed=seed, device=device,
-    )  # fmt: skip
-    layers = calibrate(settings, Console(stderr=True))
-    typer.echo(f"anchors {list(layers.anchors)}; wrote {', '.join(map(str, output))}")
+    return device
 
 
 def main() -> None:

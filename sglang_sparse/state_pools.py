@@ -4,7 +4,7 @@
 Memory is divided into state slots, one for each request that may run. What SGLang counts in tokens
 is so much that every slot can have a request of the whole context length.
 
-Seams (``mem_cache/kv_cache_configurator.py: KVCacheConfigurator``, sglang 0.5.17):
+Seams (``mem_cache/kv_cache_configurator.py: KVCacheConfigurator``):
 ``_resolve_memory_pool_config``, ``_build_token_to_kv_pool``, ``_profile_available_bytes``,
 ``_apply_token_constraints``; ``model_executor/pool_configurator.py: MemoryPoolConfig``.
 """

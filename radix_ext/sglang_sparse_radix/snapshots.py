@@ -9,8 +9,7 @@ stored in token slots (:mod:`.state_pool`), so the prefix consists of SGLang's p
 over: it belongs to nobody, and is never freed. A request adds whole pages behind it, hence a
 snapshot's length is a multiple of the page size.
 
-Seams (`sglang/srt/mem_cache/`, sglang 0.5.17): `chunk_cache.py: ChunkCache`, which shares nothing
-and frees what lies behind `Req.cache_protected_len`; `radix_cache.py: RadixKey`.
+:mod:`.snapshot_cache` gives them to requests.
 """
 
 from __future__ import annotations
@@ -18,14 +17,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
-    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from typing import Any
 
 _TOKEN = "q"  # as SGLang holds token ids: 64 bits each
 
@@ -100,30 +92,3 @@ class SnapshotStore:
         self._kept.append(Snapshot(slot, tokens, extra_key))
         self.taken += 1
         return self._kept[-1]
-
-
-class SnapshotCache(ChunkCache):
-    """Gives a request the longest prefix that there is a snapshot of.
-
-    Matched snapshots need no lock. A request is matched and its batch prepared, where states are
-    copied, without another batch in between; only a batch that is prepared takes slots away.
-    """
-
-    def __init__(self, params: CacheInitParams, store: SnapshotStore) -> None:
-        super().__init__(params)
-        self.store = store
-
-    def reset(self) -> None:
-        """Forget every prefix, as a flush of the cache asks."""
-        if hasattr(self, "store"):
-            self.store.clear()
-
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As many padding slots as the longest snapshot has tokens; the snapshot is the node."""
-        miss = super().match_prefix(params)
-        key = params.key
-        found = self.store.find(token_bytes(key.raw_token_ids()), key.extra_key)
-        if found is None:
-            return miss
-        prefix = torch.zeros(found.length, dtype=torch.int64, device=self.device)
-        return miss._replace(device_indices=prefix, last_device_node=found)

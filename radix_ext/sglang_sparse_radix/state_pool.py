@@ -5,7 +5,7 @@ SGLang's scheduler admits and frees requests by token slots. Under a bounded ret
 for nothing: a request's keys and values lie in its state slot, whose number follows from its row in
 SGLang's request table. So this pool has placeholders where SGLang expects K and V, and one state.
 
-Seams (under `sglang/srt/mem_cache/`, sglang 0.5.17): `memory_pool.py: NoOpMHATokenToKVPool`
+Seams (under `sglang/srt/mem_cache/`): `memory_pool.py: NoOpMHATokenToKVPool`
 (`_create_buffers`, `get_kv_size_bytes`, `_finalize_allocation_log`), whose writers raise.
 """
 

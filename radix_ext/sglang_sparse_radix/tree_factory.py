@@ -23,7 +23,6 @@ from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 from sglang_sparse_radix.radix_cache import SparseRadixCache
 from sglang_sparse_radix.refusals import find_unsupported
-from sglang_sparse_radix.snapshots import SnapshotCache
 from sglang_sparse_radix.state_pool import StateKVPool
 
 if TYPE_CHECKING:
@@ -65,6 +64,8 @@ def create_sparse_radix_cache(
     if problem is not None:
         raise ValueError(problem)
     if states and not ctx.disable_radix_cache:
+        from sglang_sparse_radix.snapshot_cache import SnapshotCache
+
         return SnapshotCache(ctx.params, pool.snapshots)
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sglang_sparse.calibrate.loading import load_model
 from sglang_sparse.calibrate.similarity import LayerQK
-from sglang_sparse.config import ConfigError, Geometry
+from sglang_sparse.config import ConfigError
 
 Importance = Literal["cosine", "effect"]
-_NAME = "sglang_sparse_capture"
 # The tokens that a layer still sees while its effect is measured, and the measured positions.
 SINK, RECENT = 16, 64
 JUDGED = 64
@@ -34,27 +34,10 @@ class Capture:
         Raises:
             ConfigError: transformers cannot load it, or its layers are not plain Llama-like ones.
         """
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-        AttentionInterface.register(_NAME, self._attend)
         self.device = torch.device(device)
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        try:
-            config = AutoConfig.from_pretrained(path)
-            self.geometry = Geometry.from_hf_config(config.to_dict(), name=path)
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, attn_implementation=_NAME
-            )
-        except Exception as error:  # transformers may raise any exception
-            raise ConfigError(
-                flag="--model",
-                value=path,
-                problem=f"transformers cannot load it ({type(error).__name__}: {error})",
-                allowed="a folder or hub name of a causal language model",
-                remedy="correct the path",
-            ) from error
-        self._model: Any = model.to(self.device).eval()
+        loaded = load_model(path, self.device, self._attend)
+        self.geometry, self.tokenizer = loaded.geometry, loaded.tokenizer
+        self._model: Any = loaded.model
         self._seen: dict[int, LayerQK] = {}
         self._inputs: dict[int, Tensor] = {}
         self._importance: dict[int, float] = {}

@@ -7,36 +7,28 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from errno import EISDIR
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Any
 
 import torch
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sglang_sparse.calibrate.anchors import choose_anchors, map_heads, mapped_similarity
 from sglang_sparse.calibrate.capture import Capture, Importance
-from sglang_sparse.calibrate.files import replacing
+from sglang_sparse.calibrate.outputs import (
+    STATE,
+    base_preset,
+    check_writable,
+    fingerprint,
+    resume,
+    save_state,
+    write_preset,
+)
 from sglang_sparse.calibrate.prompts import Prompts, load_prompts
 from sglang_sparse.calibrate.report import Measured, write_report
 from sglang_sparse.calibrate.similarity import prompt_similarity
-from sglang_sparse.config import (
-    PATTERN_MODEL,
-    Anchors,
-    Calibration,
-    ConfigError,
-    Geometry,
-    Reuse,
-    SparseConfig,
-    list_presets,
-    load_preset,
-)
-from sglang_sparse.config.presets import PresetFileError, read_json_file
+from sglang_sparse.config import Anchors, Calibration, ConfigError, Geometry, Reuse
 
-STATE = "unfinished.pt"
 METHOD = "kascade"  # whose settings a new preset takes, unless its file is named for another
 
 
@@ -107,11 +99,11 @@ def calibrate(settings: Settings, console: Console) -> Anchors:
     Raises:
         ConfigError: the model, the prompts, an output or a number cannot be used.
     """
-    bases = [(path, _base(path)) for path in settings.outputs]
+    bases = [(path, base_preset(path, "layers", METHOD)) for path in settings.outputs]
     for flag, path in (
         ("--report", settings.report / STATE), *(("--output", path) for path in settings.outputs)
     ):  # fmt: skip
-        _check_writable(flag, path)
+        check_writable(flag, path)
     capture = Capture(settings.model, settings.device)
     geometry = capture.geometry
     _check_numbers(settings, geometry)
@@ -128,7 +120,7 @@ def calibrate(settings: Settings, console: Console) -> Anchors:
     layers = choose(settings, measured, sums.done, prompts.sha256)
     write_report(settings.report, layers, measured)
     for path, base in bases:
-        _write_preset(path, base, layers, geometry)
+        write_preset(path, base, "layers", layers, geometry)
     (settings.report / STATE).unlink(missing_ok=True)
     return layers
 
@@ -157,8 +149,17 @@ def choose(settings: Settings, measured: Measured, prompts: int, prompts_sha256:
 
 def _measure(settings: Settings, capture: Capture, prompts: Prompts, console: Console) -> Sums:
     state = settings.report / STATE
-    fingerprint = _fingerprint(settings, prompts)
-    sums = _resume(state, fingerprint) or Sums.zeros(capture.geometry)
+    mark = fingerprint(
+        settings.model,
+        {
+            "prompts": hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest(),
+            "top_k": settings.top_k,
+            "importance": settings.importance,
+            "device": settings.device,
+        },
+    )
+    saved = resume(state, mark)
+    sums = Sums.zeros(capture.geometry) if saved is None else Sums(**saved)
     if sums.done:
         console.print(f"resuming after {sums.done} of {len(prompts.ids)} prompts")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -178,88 +179,8 @@ def _measure(settings: Settings, capture: Capture, prompts: Prompts, console: Co
             sums.heads += found.heads
             sums.head_means += found.head_means
             sums.done += 1
-            with replacing(state) as draft:
-                torch.save({"fingerprint": fingerprint, **asdict(sums)}, draft)
+            save_state(state, mark, asdict(sums))
     return sums
-
-
-def _fingerprint(settings: Settings, prompts: Prompts) -> str:
-    """The inputs that sums depend on: model files, prompts, and settings of the measurement."""
-    folder = Path(settings.model)
-    files = sorted(folder.glob("*")) if folder.is_dir() else []
-    facts = {
-        "model": settings.model,
-        "files": [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files],
-        "prompts": hashlib.sha256(json.dumps(prompts.ids).encode()).hexdigest(),
-        "top_k": settings.top_k,
-        "importance": settings.importance,
-        "device": settings.device,
-    }
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def _resume(state: Path, fingerprint: str) -> Sums | None:
-    """The sums that an interrupted run of the same fingerprint left, or None."""
-    if not state.is_file():
-        return None
-    try:
-        saved: dict[str, Any] = torch.load(state, weights_only=True)
-        return Sums(**saved) if saved.pop("fingerprint") == fingerprint else None
-    except Exception as error:  # torch.load raises what it likes
-        raise ConfigError(
-            flag="--report",
-            value=str(state.parent),
-            problem=f"{state.name}, which an interrupted run left there, cannot be read ({error})",
-            allowed="a folder, new or of an earlier run",
-            remedy=f"remove {state}, or name another folder",
-        ) from error
-
-
-def _check_writable(flag: str, path: Path) -> None:
-    """Refuse a file that cannot be written, before hours are spent on its content."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, "it is a folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            flag=flag,
-            value=str(path),
-            problem=f"it cannot be written ({error.strerror})",
-            allowed="a path that can be written",
-            remedy="name another one",
-        ) from error
-
-
-def _base(path: Path) -> SparseConfig:
-    """The preset in ``path``, or the default settings if there is no such file."""
-    if not path.exists():
-        if path.suffix != ".json":
-            raise ConfigError(
-                flag="--output",
-                value=str(path),
-                problem="it is no JSON file",
-                allowed="a path that ends in .json",
-                remedy="name one, such as configs/MODEL/kascade.json",
-            )
-        shipped = {ref.name for ref in list_presets() if ref.model == PATTERN_MODEL}
-        base = load_preset(PATTERN_MODEL, path.stem if path.stem in shipped else METHOD)
-        if not isinstance(base.layers, Anchors):
-            base = load_preset(PATTERN_MODEL, METHOD)
-        return base.model_copy(update={"model": None})
-    try:
-        return SparseConfig.model_validate(read_json_file(path))
-    except (PresetFileError, ValidationError) as error:
-        raise ConfigError(
-            flag="--output",
-            value=str(path),
-            problem="it is there and holds no preset "
-            f"({error if isinstance(error, PresetFileError) else error.errors()[0]['msg']})",
-            allowed="a new file, or a preset whose layers are to be replaced",
-            remedy="name another one",
-        ) from error
 
 
 def _check_numbers(settings: Settings, geometry: Geometry) -> None:
@@ -279,15 +200,3 @@ def _check_numbers(settings: Settings, geometry: Geometry) -> None:
                 allowed=f"{low} to {high}" + ("" if divides else f", a divisor of {heads}"),
                 remedy="correct it",
             )
-
-
-def _write_preset(path: Path, base: SparseConfig, layers: Anchors, geometry: Geometry) -> None:
-    name = base.model.name if base.model is not None else path.parent.name or geometry.name
-    named = geometry.model_copy(update={"name": name})
-    content = base.model_dump(mode="json", exclude_unset=True) | {
-        "model": named.model_dump(mode="json"),
-        "layers": layers.model_dump(mode="json"),
-    }
-    SparseConfig.model_validate(content)
-    with replacing(path) as draft:
-        draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -24,8 +24,9 @@ Seams that every version shares (paths under ``sglang/srt``):
     The KV pool that planes lie beside; ``_create_buffers`` allocates them.
 ``mem_cache/memory_pool.py: MHATokenToKVPool.set_kv_buffer``
     With ``--kv-cache-dtype fp8_e4m3`` it divides K and V, in place, by the scales that it is given,
-    and casts: what is above 448 then becomes NaN. Rows are stored as bytes; ``get_key_buffer`` and
-    ``get_value_buffer`` view them as fp8. Rows of other dtypes are never divided.
+    and casts: what is above 464 then becomes NaN, or 448 with PyTorch 2.14. Rows are stored as
+    bytes; ``get_key_buffer`` and ``get_value_buffer`` view them as fp8. Rows of other dtypes are
+    never divided.
 ``layers/radix_attention.py: RadixAttention.k_scale``, ``k_scale_float``, and the same of V
     The scales of a layer: tensors to write by, numbers to read by, None without a quantized
     checkpoint. ``layers/quantization/kv_cache.py: BaseKVCacheMethod`` loads both; a file of
@@ -44,7 +45,9 @@ Seams that every version shares (paths under ``sglang/srt``):
 ``managers/tokenizer_manager.py: TokenizerManager``
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
-    that. Both run in the one tokenizer process that loads plugins.
+    that. Both run in each tokenizer process.
+``entrypoints/http_server.py: _setup_and_run_http_server``
+    It starts tokenizer processes, in which SGLang loads no plugins.
 ``entrypoints/anthropic/serving.py: AnthropicServing``, ``entrypoints/ollama/serving.py:
 OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingResponses``
     Handlers of endpoints whose protocols have no ``custom_params``: they are read from the body

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -59,6 +60,10 @@ class SGLangVersion(Protocol):
         """Names of the speculative algorithms that are supported."""
 
     @property
+    def SHARES_STATES(self) -> bool:
+        """Whether requests may begin with the state of a prefix, under a bounded retention."""
+
+    @property
     def READS_KV_SCALES(self) -> frozenset[str]:
         """Dense backends whose passes all read fp8 rows by their layer's scales."""
 
@@ -86,6 +91,9 @@ class SGLangVersion(Protocol):
 
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
+
+    def workers_application(self, name: str) -> AbstractContextManager[None]:
+        """Inside it, SGLang starts tokenizer processes with the application ``module:name``."""
 
     def prepare_ngram_worker(self) -> None:
         """Make SGLang's n-gram worker importable; only where NGRAM is supported."""

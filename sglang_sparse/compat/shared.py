@@ -19,15 +19,22 @@ _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _REPORTER = f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _POOL = f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool"
+_KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BACKEND = f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
 HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.add_cli_args", f"{_OURS}.flags:add_cli_args", "after"),
     Hook(f"{_SRT}.server_args.ServerArgs.from_cli_args", f"{_OURS}.flags:from_cli_args", "around"),
+    Hook(f"{_KV}._build_mha_kv_pool", f"{_OURS}.pools:build_mha_kv_pool", "around"),
     Hook(
-        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
-        f"{_OURS}.pools:build_mha_kv_pool",
+        f"{_KV}._resolve_memory_pool_config",
+        f"{_OURS}.state_pools:resolve_pool_config",
+        "around",
+    ),
+    Hook(
+        f"{_KV}._build_token_to_kv_pool",
+        f"{_OURS}.state_pools:build_token_to_kv_pool",
         "around",
     ),
     Hook(
@@ -43,6 +50,11 @@ HOOKS = (
     Hook(
         f"{_TOKENIZER}.create_abort_task",
         f"{_OURS}.request_options:check_before_streaming",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.entrypoints.http_server._setup_and_run_http_server",
+        f"{_OURS}.tokenizers:run_http_server",
         "around",
     ),
     Hook(f"{_ANTHROPIC}.handle_messages", f"{_ENDPOINTS}:carry_custom_params", "around"),
@@ -115,6 +127,9 @@ SEAMS = (
     f"{_POOL}.get_contiguous_buf_infos",
     f"{_POOL}.finalize_backing",
     f"{_POOL}.register_layer_transfer_counter",
+    f"{_KV}._profile_available_bytes",
+    f"{_KV}._apply_token_constraints",
+    f"{_SRT}.mem_cache.memory_pool.NoOpMHATokenToKVPool._create_buffers",
     f"{_BACKEND}.init_cuda_graph_state",
     f"{_BACKEND}.init_forward_metadata",
     f"{_BACKEND}.init_forward_metadata_out_graph",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import json
 import pkgutil
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import cast
@@ -32,7 +33,8 @@ def signature_of(target: str) -> str:
     function = getattr(found, "__func__", found)  # of a static or class method
     bare = inspect.signature(function)
     parameters = [p.replace(annotation=p.empty) for p in bare.parameters.values()]
-    return str(inspect.Signature(parameters))[1:-1]
+    text = str(inspect.Signature(parameters))[1:-1]
+    return re.sub(r" at 0x[0-9a-f]+", "", text)  # where a default lies in memory
 
 
 def recorded(version: SGLangVersion) -> dict[str, str]:

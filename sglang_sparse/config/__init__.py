@@ -8,6 +8,8 @@ from sglang_sparse.choices.budget.fraction import FractionBudget
 from sglang_sparse.choices.budget.mass import MassBudget
 from sglang_sparse.choices.budget.tokens import TokenBudget
 from sglang_sparse.choices.cadence import StepCadence
+from sglang_sparse.choices.choice import InvalidConfig
+from sglang_sparse.choices.heads._files import read_gates
 from sglang_sparse.choices.heads.retrieval import RetrievalHeads
 from sglang_sparse.choices.heads.streaming import HeadsCalibration, HeadsModel, StreamingHeads
 from sglang_sparse.choices.layers.anchors import (
@@ -50,6 +52,7 @@ __all__ = [
     "Geometry",
     "HeadsCalibration",
     "HeadsModel",
+    "InvalidConfig",
     "KeySketch",
     "MassBudget",
     "PageMean",
@@ -71,6 +74,7 @@ __all__ = [
     "list_presets",
     "load_preset",
     "preset_hash",
+    "read_gates",
     "resolve",
     "resolve_with_source",
     "schema_text",

@@ -32,12 +32,14 @@ class Decoder:
     Attributes:
         row_tokens: ``[layers, rows]``, the KV tokens that each layer attended to in each row's last
             reply: mean over KV heads and steps.
+        window: What cut heads see: its sinks and recent tokens.
         shares: A list to fill with the true share of the attention that each sparse step of a
             layer reached, ``[rows, kv_heads, group]``; None for not at all.
         masks: What each sparse layer attended to in the last step, bool ``[rows, kv_heads,
             tokens]``; None for not kept.
     """
 
+    window: Policy = WINDOW
     shares: list[Tensor] | None = None
     masks: dict[int, Tensor] | None = None
 
@@ -164,7 +166,7 @@ class Decoder:
         x = model.embed(tokens, self.dtype)
         rows = torch.arange(len(tokens), device=self.device)
         now = lengths + 1
-        window = window_mask(self.k.shape[3], now, WINDOW.sink, WINDOW.recent)
+        window = window_mask(self.k.shape[3], now, self.window.sink, self.window.recent)
         chosen: Tensor | None = None
         for index in range(c.layers):
             layer = model.layer(index)

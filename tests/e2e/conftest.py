@@ -90,6 +90,18 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    # Requests come in through two processes.
+    "tokenizers": (
+        [
+            *(*SPARSE, "sparcas", "--sparse-config", json.dumps(CHOOSY)),
+            *("--tokenizer-worker-num", "2"),
+        ],
+        # Connections are kept from test to test. A process that is imported says nothing meanwhile.
+        {
+            "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
+            "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "200",
+        },
+    ),
     # A share of one is reached by nothing less than the whole context; kept over four steps.
     "psa-everything": ([*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)], {}),
     "psa": (
@@ -114,6 +126,16 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
         {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    # As shipped, but sparse from the start.
+    "lserve": (
+        [
+            *SPARSE,
+            "lserve",
+            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            "--disable-cuda-graph",
+        ],
+        {"SGLANG_SPARSE_PROBE": "1"},
     ),
     # Windows as long as the context, beside lists that stop at a share of one.
     "streaming-everything": (
@@ -272,7 +294,8 @@ MOST_RUNNING = 5  # servers at once; each takes most of a GiB
 COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
-    *("evaluate", "metrics", "loadtest", "requests", "programs", "outputs", "prefixes"),
+    *("evaluate", "metrics", "loadtest", "requests", "tokenizers"),
+    *("programs", "outputs", "prefixes"),
     *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve", "cascade"),
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from live_server import MODEL, LiveServer, token_ids
 
+from sglang_sparse import compat
 from sglang_sparse.config import load_preset
 from sglang_sparse.metrics import PREFIX
 from sglang_sparse.research.cascade import CascadeDecoder
@@ -24,6 +25,9 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
 RETENTION = load_preset("reference", "cascade").retention
+shares_states = pytest.mark.skipif(
+    not compat.current().SHARES_STATES, reason="refused with this version of SGLang"
+)
 TOKENS = 8
 # Slots of the server; fewer than the requests of some tests.
 SLOTS = 8
@@ -157,6 +161,7 @@ def cached_tokens(answer: list[dict[str, Any]]) -> int:
     return int(answer[0]["meta_info"]["cached_tokens"])
 
 
+@shares_states
 def test_a_second_question_to_a_long_document_is_answered_from_a_snapshot(
     server: Server, suite: TaskSuite
 ) -> None:
@@ -188,6 +193,7 @@ def test_a_second_question_to_a_long_document_is_answered_from_a_snapshot(
     assert state["restored"] >= 1
 
 
+@shares_states
 def test_snapshots_are_forgotten_by_a_flush_and_kept_apart_by_extra_keys(
     server: Server, suite: TaskSuite
 ) -> None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from live_server import KERNEL_ERROR, LiveServer, logprobs, token_ids
+from live_server import KERNEL_ERROR, MASS_ERROR, LiveServer, logprobs, token_ids
 from streaming_heads import STREAMING
+
+from sglang_sparse.tasks import TaskSuite
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -109,3 +111,26 @@ def test_metrics_count_what_each_kind_of_head_attends_to(
     assert after["kv_tokens_total", "select"] - before["kv_tokens_total", "select"] == (
         visible * layers
     )
+
+
+def test_the_shipped_preset_answers_from_thousands_of_tokens_back(
+    server: Server, suite: TaskSuite
+) -> None:
+    live = server("lserve")
+    samples = suite.samples("passkey", length=4000, count=2, seed=5)
+    for sample in samples:
+        body = {
+            "model": "reference",
+            "messages": [{"role": "user", "content": sample.content}],
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+        reply = live.call("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+        assert all(value in reply for value in sample.values)
+    state = live.sparse_state()
+    assert state["unit"] == 64
+    assert state["axes"]["score"]["logical_page"] == 16
+    assert state["streaming_heads"]["select"] > 0
+    for layer, seen in state["fidelity"].items():
+        assert seen["kernel_error"] < KERNEL_ERROR, layer
+        assert seen["mass"] <= seen["oracle_mass"] + MASS_ERROR, layer

@@ -158,9 +158,9 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*SPARSE, "--nnodes", "2", "--dist-init-addr", "127.0.0.1:9"],
         ["--nnodes", "2", "1"],
     ),
-    "several tokenizers": (
-        [*SPARSE, "--tokenizer-worker-num", "2"],
-        ["--tokenizer-worker-num", "2", "1"],
+    "several tokenizers of another server": (
+        [*SPARSE, "--tokenizer-worker-num", "2", "--enable-http2"],
+        ["--tokenizer-worker-num 2", "allowed: 1 with --enable-http2"],
     ),
     "gRPC": ([*SPARSE, "--smg-grpc-mode"], ["--smg-grpc-mode", "unset"]),
     "native gRPC": ([*SPARSE, "--grpc-port", "50051"], ["--grpc-port 50051", "unset"]),
@@ -229,10 +229,6 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         CASCADE,
         ["--disable-radix-cache unset", "add --disable-radix-cache", "retention.snapshots"],
     ),
-    "snapshots without a cache": (
-        [*CASCADE, "--disable-radix-cache", "--sparse-config", '{"retention": {"snapshots": 2}}'],
-        ["--disable-radix-cache set", "drop --disable-radix-cache"],
-    ),
     "states of two ranks": (
         [*CASCADE, "--disable-radix-cache", "--tp-size", "2"],
         ["--tp-size 2", "states of several ranks are not tested yet"],
@@ -279,7 +275,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "heads that nobody measured": (
         ["--model-path", "{TMP}/shallow", *SPARSE[:-1], "lserve"],
-        ["--sparse-method lserve", "set heads.file in --sparse-config"],
+        ["--sparse-method lserve", "run `sglang-sparse calibrate lserve --model {TMP}/shallow "],
     ),
     "quantized KV": (
         [*SPARSE, "--kv-cache-dtype", "fp8_e5m2"],
@@ -306,6 +302,22 @@ SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
         ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
     ),
 }
+SNAPSHOTS = [*CASCADE, "--sparse-config", '{"retention": {"snapshots": 2}}']
+REFUSALS |= (
+    {
+        "snapshots without a cache": (
+            [*SNAPSHOTS, "--disable-radix-cache"],
+            ["--disable-radix-cache set", "drop --disable-radix-cache"],
+        ),
+    }
+    if compat.current().SHARES_STATES
+    else {
+        "snapshots": (
+            SNAPSHOTS,
+            ["--sparse-config retention.snapshots=2", "allowed: 0, or sglang 0.5.17"],
+        )
+    }
+)
 if not compat.current().SPECULATIVE:
     all_refused = ["--speculative-algorithm", "allowed: unset"]
     SPECULATIVE = {name: (args, all_refused) for name, (args, _) in SPECULATIVE.items()}

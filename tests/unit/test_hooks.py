@@ -9,6 +9,8 @@ import pytest
 
 from sglang_sparse import compat
 
+# What it hooks follows from what SGLang can import.
+pytestmark = pytest.mark.sglang
 RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 
 

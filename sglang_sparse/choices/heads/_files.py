@@ -31,11 +31,7 @@ def read_heads(path: Path, sparsity: float | None) -> dict[str, Any]:
     Raises:
         InvalidConfig: it cannot be read, or holds anything else.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise _unfit(path, f"cannot be read: {reason}") from error
+    text = _text(path)
     if path.suffix != ".tsv":
         if sparsity is not None:
             raise InvalidConfig(
@@ -84,6 +80,23 @@ def _from_json(path: Path, text: str) -> dict[str, Any]:
             remedy=_FILE_REMEDY,
         )
     return content
+
+
+def read_gates(path: Path) -> list[list[float]]:
+    """Return the gates of a TSV in DuoAttention's format, a row a layer and a column a KV head.
+
+    Raises:
+        InvalidConfig: it cannot be read, or holds anything else.
+    """
+    return _gates(path, _text(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise _unfit(path, f"cannot be read: {reason}") from error
 
 
 def _gates(path: Path, text: str) -> list[list[float]]:

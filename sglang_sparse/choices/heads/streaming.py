@@ -6,6 +6,7 @@ DuoAttention (arXiv 2410.10819), LServe (arXiv 2502.14866, section 3.3).
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -15,7 +16,11 @@ from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, Model
 from sglang_sparse.choices.heads._files import read_heads
 from sglang_sparse.choices.interfaces import HeadsChoice, Point
 
-_HEADS_REMEDY = "correct heads.file or heads.streaming, or take DuoAttention's gates of this model"
+
+def heads_command(model: str) -> str:
+    """Return the command that finds the streaming heads of a model."""
+    outputs = "--output lserve.json --report lserve-report"
+    return f"sglang-sparse calibrate lserve --model {shlex.quote(model)} {outputs}"
 
 
 class HeadsModel(Choice):
@@ -39,7 +44,7 @@ class HeadsModel(Choice):
 class HeadsCalibration(Choice):
     """How streaming heads were found."""
 
-    finder: Literal["fisher", "gates"] = Field(description="As `--finder`.")
+    finder: Literal["gradient", "gates"] = Field(description="As `--finder`.")
     prompts: int = Field(ge=1, description="Prompts that heads were measured on.")
     prompts_sha256: str = Field(pattern="^[0-9a-f]{64}$", description="Hash of the prompts.")
     seed: int
@@ -105,7 +110,8 @@ class StreamingHeads(HeadsChoice):
             raise InvalidConfig(
                 "heads.kind streaming without heads",
                 allowed="heads.file, or heads.streaming with a list for each layer",
-                remedy="set heads.file, for example to a TSV of DuoAttention's gates of the model",
+                remedy="set heads.file, for example to the TSV in the report of `sglang-sparse "
+                "calibrate lserve`",
             )
         for layer, heads in enumerate(self.streaming):
             if len(set(heads)) != len(heads) or any(head < 0 for head in heads):
@@ -124,7 +130,10 @@ class StreamingHeads(HeadsChoice):
         return self.streaming[layer_id] if layer_id < len(self.streaming) else ()
 
     def how_to_measure(self, model: str, method: str) -> str:
-        return "set heads.file in --sparse-config to a TSV of DuoAttention's gates of the model"
+        return (
+            f"run `{heads_command(model)}`, then use --sparse-config lserve.json; or set "
+            "heads.file to a TSV of DuoAttention's gates of the model"
+        )
 
     def check(self, point: Point) -> None:
         for key in ("sink", "local"):
@@ -159,7 +168,7 @@ class StreamingHeads(HeadsChoice):
                     )
 
     def check_model(self, model: ModelShape) -> None:
-        remedy = _HEADS_REMEDY
+        remedy = f"correct heads.file or heads.streaming, or run `{heads_command(model.name)}`"
         if self.model is not None and not self.model.fits(model):
             raise InvalidConfig(
                 f"the heads are of {self.model.name} ({self.model.num_hidden_layers} layers, "

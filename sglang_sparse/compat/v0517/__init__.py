@@ -21,6 +21,8 @@
     know the name "sparse".
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
+``entrypoints/http_server.py: _setup_and_run_http_server``
+    It names the application of tokenizer processes to ``uvicorn.run``.
 ``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
 move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWorker``
     Speculation with chains; on a CPU also what :mod:`.cpu_speculation` names.
@@ -28,6 +30,8 @@ move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWork
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +48,6 @@ _CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
 _SPECULATION = "sglang_sparse.speculation.hooks"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
-_KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _HOST_TREE = f"{_SRT}.mem_cache.hiradix_cache.HiRadixCache"
 _HOST_POOL = f"{_SRT}.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
@@ -52,23 +55,16 @@ _CONTROLLER = f"{_SRT}.managers.cache_controller.HiCacheController"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
+_APPLICATION = f"{_SRT}.entrypoints.http_server:app"
+
 MARKER = "srt/server_args.py"
 SPECULATIVE = ("NGRAM",)
+SHARES_STATES = True
 READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
 HOOKS = (
     *shared.HOOKS,
-    Hook(
-        f"{_KV}._resolve_memory_pool_config",
-        "sglang_sparse.state_pools:resolve_pool_config",
-        "around",
-    ),
-    Hook(
-        f"{_KV}._build_token_to_kv_pool",
-        "sglang_sparse.state_pools:build_token_to_kv_pool",
-        "around",
-    ),
     Hook(f"{_RUNNER}._capture_one_stream", f"{_GRAPHS}:capture_one_stream", "around"),
     Hook(f"{_RUNNER}._make_graph_key", f"{_GRAPHS}:make_graph_key", "around"),
     Hook(f"{_SRT}.utils.common.support_triton", f"{_CPU}:support_triton", "around"),
@@ -114,9 +110,6 @@ SEAMS = (
     *shared.SEAMS,
     f"{_TREE}.cache_unfinished_req",
     f"{_TREE}.cache_finished_req",
-    f"{_KV}._profile_available_bytes",
-    f"{_KV}._apply_token_constraints",
-    f"{_SRT}.mem_cache.memory_pool.NoOpMHATokenToKVPool._create_buffers",
     f"{_HOST_TREE}.__init__",
     f"{_HOST_TREE}.insert",
     f"{_HOST_TREE}.match_prefix",
@@ -180,6 +173,29 @@ def variant_being_captured() -> Variant:
     from sglang_sparse.compat.v0517 import graphs
 
     return graphs.capturing
+
+
+@contextmanager
+def workers_application(name: str) -> Iterator[None]:
+    """Have uvicorn serve ``name`` where SGLang names its own application.
+
+    Raises:
+        RuntimeError: SGLang serves something else.
+    """
+    import uvicorn
+
+    run = uvicorn.run
+
+    def run_ours(app: Any, **options: Any) -> None:
+        if app != _APPLICATION:
+            raise RuntimeError(f"uvicorn was to serve {app}, not {_APPLICATION}")
+        run(name, **options)
+
+    uvicorn.run = run_ours
+    try:
+        yield
+    finally:
+        uvicorn.run = run
 
 
 def prepare_ngram_worker() -> None:

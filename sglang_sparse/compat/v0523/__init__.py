@@ -14,12 +14,16 @@
     A cached prefix is read by the layer's KV scales, as it is in decoding.
 ``mem_cache/memory_pool.py: MHATokenToKVPool._create_buffers``
     K and V of a layer are halves of one tensor.
+``environ.py: SGLANG_HTTP_SERVER_APP_PATH``
+    The application of tokenizer processes.
 ``platforms/interface.py: PlatformCapabilities``
     On a CPU it neither launches Triton kernels nor builds NCCL communicators.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.compat import shared
@@ -35,6 +39,7 @@ _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
 SPECULATIVE = ()
+SHARES_STATES = False
 READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
@@ -102,6 +107,15 @@ def variant_being_captured() -> Variant:
     from sglang_sparse.compat.v0523 import graphs
 
     return graphs.variant_being_captured()
+
+
+@contextmanager
+def workers_application(name: str) -> Iterator[None]:
+    """Set the variable that SGLang has for this."""
+    from sglang.srt.environ import envs
+
+    with envs.SGLANG_HTTP_SERVER_APP_PATH.override(name):
+        yield
 
 
 def prepare_ngram_worker() -> None:

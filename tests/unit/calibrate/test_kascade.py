@@ -20,6 +20,7 @@ from sglang_sparse.cli import app
 from sglang_sparse.config import ConfigError, configs_dir, load_preset, resolve
 from sglang_sparse.tasks import layout
 
+LICENSE = Path(__file__).parents[3] / "LICENSE"
 MODEL = configs_dir() / "reference" / "model"
 RUN = CliRunner()
 
@@ -126,7 +127,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
 
 def test_the_effect_of_a_layer_is_what_predictions_lose_without_it() -> None:
     capture = load_once(str(MODEL), "cpu")
-    text, fact = Path(kascade.__file__).read_text(), "The pass key is 48213."
+    text, fact = LICENSE.read_text(), "The pass key is 48213."
     asked = f"{text[400:1400]} {fact} {text[2000:3500]}\n\nWhat is the pass key?"
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": fact}]
     ids = capture.tokenizer.apply_chat_template(chat, return_dict=False)

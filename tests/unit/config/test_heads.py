@@ -141,7 +141,7 @@ def test_heads_of_another_model_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, "heads.json", {"streaming": SIX, "model": other})
     with pytest.raises(ConfigError, match=r"the heads are of other .*, not of small") as caught:
         config_with({"file": file})
-    assert "take DuoAttention's gates of this model" in str(caught.value)
+    assert "run `sglang-sparse calibrate lserve --model small" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,8 @@ def test_a_model_whose_heads_nobody_measured_is_refused_with_what_to_set() -> No
         line = str(caught.value)
         assert "it has no preset for qwen (36 layers" in line
         assert "or heads of the model's own in --sparse-config" in line
-        assert "set heads.file in --sparse-config to a TSV of DuoAttention's gates" in line
+        assert "run `sglang-sparse calibrate lserve --model qwen --output lserve.json" in line
+        assert "or set heads.file to a TSV of DuoAttention's gates" in line
 
 
 def test_heads_of_ones_own_take_the_rest_of_the_preset() -> None:

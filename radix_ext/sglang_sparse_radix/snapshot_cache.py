@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's prefix cache of a server that keeps states of prefixes; for SGLang 0.5.17 alone.
+
+Seams (`sglang/srt/mem_cache/`): `chunk_cache.py: ChunkCache`, which shares nothing and frees what
+lies behind `Req.cache_protected_len`; `radix_cache.py: RadixKey`. 0.5.23 has no such class.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+from sglang_sparse_radix.snapshots import SnapshotStore, token_bytes
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+
+class SnapshotCache(ChunkCache):
+    """Gives a request the longest prefix that there is a snapshot of.
+
+    Matched snapshots need no lock. A request is matched and its batch prepared, where states are
+    copied, without another batch in between; only a batch that is prepared takes slots away.
+    """
+
+    def __init__(self, params: CacheInitParams, store: SnapshotStore) -> None:
+        super().__init__(params)
+        self.store = store
+
+    def reset(self) -> None:
+        """Forget every prefix, as a flush of the cache asks."""
+        if hasattr(self, "store"):
+            self.store.clear()
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """As many padding slots as the longest snapshot has tokens; the snapshot is the node."""
+        miss = super().match_prefix(params)
+        key = params.key
+        found = self.store.find(token_bytes(key.raw_token_ids()), key.extra_key)
+        if found is None:
+            return miss
+        prefix = torch.zeros(found.length, dtype=torch.int64, device=self.device)
+        return miss._replace(device_indices=prefix, last_device_node=found)

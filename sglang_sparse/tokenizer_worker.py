@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's HTTP application, for one of several tokenizer processes.
+
+SGLang starts these processes by the name of its application, and loads no plugins in them. They
+get this name instead (:mod:`sglang_sparse.tokenizers`), so requests are checked in each of them.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+from sglang.srt.entrypoints.http_server import app  # noqa: E402
+
+__all__ = ["app"]

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of streaming heads cuts the preset's heads and as many random ones."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from sglang_sparse.config import configs_dir, load_preset
+from sglang_sparse.research import heads_study
+from sglang_sparse.research.decode import Decoder
+from sglang_sparse.research.export import load
+from sglang_sparse.research.policies import Policy
+
+MODEL = configs_dir() / "reference" / "model"
+REPORT = configs_dir() / "reference" / "lserve-report"
+
+
+def test_arms_stream_as_many_heads_as_the_preset() -> None:
+    config = load_preset("reference", "lserve")
+    masks = heads_study.masks_of(config, 4, seed=3)
+    assert list(masks) == ["dense", "found", "random 1", "random 2", "random 3"]
+    assert not masks["dense"].any()
+    found = [tuple(row.nonzero().flatten().tolist()) for row in masks["found"]]
+    assert tuple(found) == ((), *config.heads.streaming[1:])  # layer 0 is dense
+    for draw in (1, 2, 3):
+        assert masks[f"random {draw}"].sum() == masks["found"].sum()
+        assert not torch.equal(masks[f"random {draw}"], masks["found"])
+    with pytest.raises(ValueError, match="no head streams"):
+        heads_study.masks_of(load_preset("reference", "psa"), 4, seed=3)
+
+
+def test_cut_heads_see_the_window_that_a_decoder_has() -> None:
+    model = load(MODEL).eval()
+    prompt = torch.randint(300, 2000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+    decoder = Decoder(model, [prompt], room=3)
+    decoder.window = Policy("window", budget=48, sink=16, recent=32)
+    cut = torch.zeros(6, 4, dtype=torch.bool)
+    cut[2, 1] = cut[4] = True
+    decoder.generate(Policy(), end=-1, cut=cut)
+    # The mean over heads and two steps, which see 301 and 302 tokens.
+    whole = torch.full((6,), 301.5)
+    whole[2] = (3 * 301.5 + 48) / 4
+    whole[4] = 48
+    torch.testing.assert_close(decoder.row_tokens[:, 0].float(), whole)
+
+
+def test_the_command_measures_each_arm_and_prints_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, table = tmp_path / "heads.json", tmp_path / "table.md"
+    arguments = ["--model", str(MODEL), "--count", "1", "--lengths", "512", "--tasks", "passkey"]
+    files = ["--out", str(out), "--table", str(table)]
+    monkeypatch.setattr(sys, "argv", ["heads_study", *arguments, *files])
+    heads_study.main()
+    result = json.loads(out.read_text())
+    assert [cell["arm"] for cell in result["cells"]] == list(result["streaming"])
+    assert result["cells"][0]["exact"] == 1.0
+    assert capsys.readouterr().out.endswith(table.read_text())
+    assert table.read_text().splitlines()[2] == "| 512 | dense | 0 | 100.0 | 100.0 |"
+
+
+def test_the_committed_table_is_that_of_the_committed_cells_and_heads() -> None:
+    result = json.loads((REPORT / "arms.json").read_text())
+    table = heads_study.summary(result)
+    assert table in (REPORT / "README.md").read_text()
+    config = load_preset("reference", "lserve")
+    assert result["window"] == dict(zip(("sink", "local"), config.heads.window, strict=True))
+    masks = heads_study.masks_of(config, 4, seed=7)
+    assert result["streaming"] == {arm: int(mask.sum()) for arm, mask in masks.items()}
+
+
+def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> None:
+    cells = json.loads((REPORT / "arms.json").read_text())["cells"]
+    for length in {cell["length"] for cell in cells}:
+        mean = {
+            arm: 100 * sum(exact) / len(exact)
+            for arm in {cell["arm"] for cell in cells}
+            if (exact := [c["exact"] for c in cells if (c["length"], c["arm"]) == (length, arm)])
+        }
+        assert mean["found"] >= mean["dense"] - 2, length
+        for arm in ("random 1", "random 2", "random 3"):
+            assert mean[arm] < mean["dense"] - 20, (length, arm)
+
+
+# The nine KV heads that the reference model's answers rest on (the ablation in its card).
+RETRIEVAL = {(1, 2), (2, 0), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2), (4, 0), (4, 1)}
+
+
+@pytest.mark.parametrize("folder", [REPORT, REPORT / "gates"])
+def test_each_finder_agrees_with_leaving_heads_out(
+    folder: Path,
+) -> None:
+    truth, rows = (list(csv.DictReader((place / "heads.csv").open())) for place in (REPORT, folder))
+    scores = [float(row["score"]) for row in rows]
+    left_out = [float(row["divergence left out"]) for row in truth]
+    assert spearmanr(scores, left_out).statistic >= 0.8
+
+
+def test_no_retrieval_head_streams_in_the_preset() -> None:
+    streaming = load_preset("reference", "lserve").heads.streaming
+    streams = {(layer, head) for layer, heads in enumerate(streaming) for head in heads}
+    assert len(streams) == 12
+    assert not streams & RETRIEVAL
