@@ -9,7 +9,8 @@ needs ``--disable-cuda-graph`` and is not meant for serving.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -23,13 +24,11 @@ SWITCH = "SGLANG_SPARSE_PROBE"
 
 @dataclass
 class _Sums:
-    """Sums over the observed (row, KV head) pairs of one layer."""
+    """What was observed of one layer: sums over its (row, KV head) pairs, and the largest error."""
 
     pairs: int = 0
-    mass: float = 0.0
-    oracle_mass: float = 0.0
-    output_error: float = 0.0
     kernel_error: float = 0.0
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class FidelityProbe:
@@ -106,13 +105,13 @@ class FidelityProbe:
                     tokens = tokens[tokens < tail]
                 after = pooled[head, first:].sum()
                 best = pooled[head, :first].topk(min(len(tokens), first)).values.sum()
-                sums.mass += float(pooled[head, tokens].sum() + after)
-                sums.oracle_mass += float(best + after)
+                sums.totals["mass"] += float(pooled[head, tokens].sum() + after)
+                sums.totals["oracle_mass"] += float(best + after)
                 group = slice(
                     head * q.shape[1] // kv.num_heads, (head + 1) * q.shape[1] // kv.num_heads
                 )
                 scale = exact[row, group].norm()
-                sums.output_error += float((out[row, group] - exact[row, group]).norm() / scale)
+                sums.totals["output_error"] += float((out[row, group] - exact[row, group]).norm() / scale)
                 error = (out[row, group] - over_list[row, group]).norm() / scale
                 sums.kernel_error = max(sums.kernel_error, float(error))
             sums.pairs += kv.num_heads
@@ -122,9 +121,7 @@ class FidelityProbe:
         return {
             str(layer): {
                 "pairs": sums.pairs,
-                "mass": sums.mass / sums.pairs,
-                "oracle_mass": sums.oracle_mass / sums.pairs,
-                "output_error": sums.output_error / sums.pairs,
+                **{name: total / sums.pairs for name, total in sums.totals.items()},
                 "kernel_error": sums.kernel_error,
             }
             for layer, sums in sorted(self._layers.items())

@@ -88,6 +88,7 @@ class RetainedAttentionBackend(AttentionBackend):
         self._workspace = make_cascade_workspace(
             pool.state, max_rows=pool.slots, num_heads=int(runner.model_config.num_attention_heads)
         )
+        self._captures_graphs = compat.captures_decode(runner.server_args)
         self.token_to_kv_pool = pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.device = torch.device(runner.device)
@@ -291,6 +292,7 @@ class RetainedAttentionBackend(AttentionBackend):
             "preset_hash": resolved.hash,
             "retention": resolved.config.retention.model_dump(mode="json"),
             "implementation": self._impl,
+            "graphs": {"decode": "captured" if self._captures_graphs else "off"},
             "slots": pool.slots,
             "tokens_held": self._shape.rows,
             "longest_row": compat.longest_row(self.max_context_len, pool.size, pool.page_size),

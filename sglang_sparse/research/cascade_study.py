@@ -2,15 +2,22 @@
 """What a cascading cache remembers beyond its window, beside sinks and a window of equal size.
 
 Passkeys lie before everything that a window of equal size still holds. One level is that window
-(StreamingLLM, evicted in strides); the other arms are the ablation of the paper's section 4.6.
+(StreamingLLM, evicted in strides); the other arms are the ablation of the paper's section 4.6. As
+in its section 4.3, a key is scored by the digits that stand at their place. Of tokens side by side
+a level keeps one of two, so a key that is said once loses digits in each head; `--mentions` says it
+several times in a row.
 
     python -m sglang_sparse.research.cascade_study --out FILE.json --lengths 8192 16384
+
+The table is written beside the JSON, as Markdown. Intervals are of 95 %.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +48,7 @@ class Arm:
         return f"{self.levels} levels" + ("" if self.scored else ", scores off")
 
 
+BETA = 0.9999  # the preset's
 ARMS = (Arm(1), Arm(2), Arm(4), Arm(8), Arm(4, scored=False))
 
 
@@ -48,17 +56,23 @@ class CascadeStudy:
     """Runs arms over passkeys and text, and collects JSON-ready rows."""
 
     def __init__(
-        self, model: ReferenceModel, encoder: FileEncoder, *, window: int, stride: int, sinks: int
-    ) -> None:
-        self.model, self.encoder = model, encoder
+        self, model: ReferenceModel, encoder: FileEncoder, *, window: int, stride: int, sinks: int,
+        beta: float = BETA, batch: int = 1,
+    ) -> None:  # fmt: skip
+        """``batch``: prompts that are computed side by side."""
+        self.model, self.encoder, self.batch = model, encoder, batch
         self.suite = TaskSuite(encoder, "heldout")
         self.sizes = {"window": window, "stride": stride, "sinks": sinks}
+        self.average = AttentionAverage(beta)
         self.rows: list[dict[str, Any]] = []
 
-    def decoder(self, arm: Arm) -> CascadeDecoder:
-        """An arm's cache; the paper's beta."""
+    def decoder(self, arm: Arm, *, positions: bool = False) -> CascadeDecoder:
+        """An arm's cache."""
         shape = CascadeShape(levels=arm.levels, **self.sizes)
-        return CascadeDecoder(self.model, shape, AttentionAverage(0.9999), scored=arm.scored)
+        return CascadeDecoder(
+            self.model, shape, self.average, scored=arm.scored, slots=self.batch,
+            positions=positions,
+        )  # fmt: skip
 
     def passkeys(self, length: int, count: int, seed: int) -> list[Sample]:
         """Samples whose key no window of equal size still holds, evenly spread before it."""
@@ -72,20 +86,34 @@ class CascadeStudy:
             assert max(end for _, end in sample.needle_spans) < len(sample.prompt_ids) - held
         return found
 
-    def remember(self, arm: Arm, samples: list[Sample], length: int) -> dict[str, Any]:
-        """Share of passkeys, and of their digits, that are answered."""
-        decoder, right, digits = self.decoder(arm), 0, 0.0
-        for sample in samples:
-            said = decoder.reply(sample.prompt_ids, len(sample.answer_ids))
-            reply = self.encoder.decode(said)
-            right += is_exact(sample, reply)
-            digits += digits_right(sample, reply)
-        low, high = wilson(right, len(samples))
+    def remember(
+        self, arm: Arm, samples: list[Sample], length: int, mentions: int = 1
+    ) -> dict[str, Any]:
+        """Share of passkeys, and of their digits, that are answered; how much of them is held."""
+        decoder, right, digits = self.decoder(arm, positions=True), 0, []
+        held: list[tuple[float, float]] = []
+        for at in range(0, len(samples), self.batch):
+            some = samples[at : at + self.batch]
+            most = max(len(sample.answer_ids) for sample in some)
+            said = decoder.replies([sample.prompt_ids for sample in some], most)
+            for slot, (sample, ids) in enumerate(zip(some, said, strict=True)):
+                held.append(decoder.held(slot, *sample.needle_spans[0]))
+                reply = self.encoder.decode(ids[: len(sample.answer_ids)])
+                right += is_exact(sample, reply)
+                digits.append(digits_right(sample, reply))
         row = {
-            "arm": asdict(arm), "name": arm.name, "length": length, "count": len(samples),
-            "exact": right / len(samples), "low": low, "high": high,
-            "digits": digits / len(samples),
+            "arm": asdict(arm), "name": arm.name, "length": length, "mentions": mentions,
+            "count": len(samples),
+            "exact": right / len(samples), "exact_interval": wilson(right, len(samples)),
+            "digits": statistics.fmean(digits), "digits_of_each": digits,
+            "held_by_head": statistics.fmean(one for one, _ in held),
+            "held_by_layer": statistics.fmean(some for _, some in held),
         }  # fmt: skip
+        same = (length, mentions)
+        window = next((r for r in self.rows if _is_window(r) and _passkeys(r) == same), None)
+        if window is not None:
+            gains = [a - b for a, b in zip(digits, window["digits_of_each"], strict=True)]
+            row |= {"gain": statistics.fmean(gains), "gain_interval": interval(gains)}
         self.rows.append(row)
         return row
 
@@ -93,18 +121,52 @@ class CascadeStudy:
     def loss(self, arm: Arm, tokens: int, count: int) -> dict[str, Any]:
         """Mean loss of the tokens of texts that lie beyond what is held, in nats."""
         decoder, losses = self.decoder(arm), []
-        for ids in self.suite.heldout_text(tokens, count):
+        texts = list(self.suite.heldout_text(tokens, count))
+        for at in range(0, count, self.batch):
+            some = texts[at : at + self.batch]
             decoder.reset()
-            first = decoder.shape.rows
-            hidden = decoder.feed(ids)[first:-1]
-            target = torch.tensor(ids[first + 1 :], device=hidden.device)
-            losses.append(float(F.cross_entropy(self.model.logits(hidden), target)))
+            for ids, states in zip(some, decoder.feed_all(some), strict=True):
+                first = decoder.shape.rows
+                target = torch.tensor(ids[first + 1 :], device=states.device)
+                logits = self.model.logits(states[first:-1])
+                losses.append(float(F.cross_entropy(logits, target)))
         row = {
             "arm": asdict(arm), "name": arm.name, "tokens": tokens, "count": count,
-            "loss": sum(losses) / len(losses),
+            "loss": statistics.fmean(losses), "loss_of_each": losses,
         }  # fmt: skip
+        window = next((r for r in self.rows if _is_window(r) and r.get("tokens") == tokens), None)
+        if window is not None:
+            more = [a - b for a, b in zip(losses, window["loss_of_each"], strict=True)]
+            row |= {"more": statistics.fmean(more), "more_interval": interval(more)}
         self.rows.append(row)
         return row
+
+
+def _is_window(row: dict[str, Any]) -> bool:
+    return bool(row["arm"]["levels"] == 1)
+
+
+def _passkeys(row: dict[str, Any]) -> tuple[int, int] | None:
+    """Length of the prompts and mentions of the key; None of a row about text."""
+    return (row["length"], row["mentions"]) if "length" in row else None
+
+
+def repeated(sample: Sample, mentions: int) -> Sample:
+    """``sample`` with its needle as often in a row."""
+    ids, (begin, end) = list(sample.prompt_ids), sample.needle_spans[0]
+    more = ids[begin:end] * (mentions - 1)
+    return replace(
+        sample,
+        prompt_ids=ids[:end] + more + ids[end:],
+        needle_spans=((begin, end + len(more)),),
+    )
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Normal interval of 95 % of a mean; of one value, the value."""
+    mean = statistics.fmean(values)
+    half = 1.96 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return mean - half, mean + half
 
 
 def digits_right(sample: Sample, reply: str) -> float:
@@ -116,47 +178,76 @@ def digits_right(sample: Sample, reply: str) -> float:
 def summary(result: dict[str, Any]) -> str:
     """A Markdown table, a row an arm."""
     rows = result["rows"]
-    lengths = sorted({row["length"] for row in rows if "length" in row})
-    heads = [f"{n:,} tokens: exact, % (digits)" for n in lengths]
-    lines = ["| | " + " | ".join([*heads, "loss of text"]) + " |"]
-    lines.append("| --- " + "| ---: " * (len(lengths) + 1) + "|")
+    kinds = list(dict.fromkeys(found for row in rows if (found := _passkeys(row)) is not None))
+    heads = [
+        f"{length:,} tokens, said {times}: digits, % (exact; held by a head; gain)"
+        for length, times in kinds
+    ]
+    lines = ["| | " + " | ".join([*heads, "loss of text (more)"]) + " |"]
+    lines.append("| --- " + "| ---: " * (len(kinds) + 1) + "|")
     for name in dict.fromkeys(row["name"] for row in rows):
         mine = [row for row in rows if row["name"] == name]
-        cells = []
-        for length in lengths:
-            (row,) = (r for r in mine if r.get("length") == length)
-            cells.append(f"{100 * row['exact']:.0f} ({100 * row['digits']:.0f})")
-        loss = next((f"{r['loss']:.3f}" for r in mine if "loss" in r), "")
-        lines.append("| " + " | ".join([name, *cells, loss]) + " |")
+        cells = [_cell(row) for kind in kinds for row in mine if _passkeys(row) == kind]
+        cells += [""] * (len(kinds) - len(cells))
+        losses = [_loss(row) for row in mine if "loss" in row]
+        lines.append("| " + " | ".join([name, *cells, *(losses or [""])]) + " |")
     return "\n".join(lines) + "\n"
 
 
+def _cell(row: dict[str, Any]) -> str:
+    said = f"{100 * row['exact']:.0f}; {100 * row['held_by_head']:.0f}"
+    if "gain" in row:
+        low, high = row["gain_interval"]
+        said += f"; {100 * row['gain']:+.1f}, {100 * low:+.1f} to {100 * high:+.1f}"
+    return f"{100 * row['digits']:.1f} ({said})"
+
+
+def _loss(row: dict[str, Any]) -> str:
+    if "more" not in row:
+        return f"{row['loss']:.3f}"
+    low, high = row["more_interval"]
+    return f"{row['loss']:.3f} ({row['more']:+.3f}, {low:+.3f} to {high:+.3f})"
+
+
 def main() -> None:
-    """Run the study, write its rows, and print the table."""
+    """Run the study, write its rows and the table, and print it."""
     p = study_parser(__doc__)
     p.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     p.add_argument("--count", type=int, default=96, help="passkeys a cell")
+    p.add_argument("--mentions", type=int, nargs="+", default=[1, 4, 8])
     p.add_argument("--texts", type=int, default=8, help="texts for the loss; 0 for none")
     p.add_argument("--seed", type=int, default=5)
     p.add_argument("--window", type=int, default=1024)
     p.add_argument("--stride", type=int, default=256)
     p.add_argument("--sinks", type=int, default=64)
+    p.add_argument("--beta", type=float, default=BETA)
+    p.add_argument("--batch", type=int, default=32, help="prompts that are computed side by side")
     args = p.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     study = CascadeStudy(
         load(args.model).to(device).eval(), FileEncoder(args.model),
-        window=args.window, stride=args.stride, sinks=args.sinks,
+        window=args.window, stride=args.stride, sinks=args.sinks, beta=args.beta,
+        batch=args.batch,
     )  # fmt: skip
-    result = {"sizes": study.sizes, "seed": args.seed, "device": device, "rows": study.rows}
+    result = {
+        "sizes": study.sizes, "beta": args.beta, "seed": args.seed, "device": device,
+        "rows": study.rows,
+    }  # fmt: skip
+
+    def told(row: dict[str, Any]) -> None:
+        print({k: v for k, v in row.items() if not k.endswith("_of_each")}, flush=True)
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(summary(result))
+
     for length in args.lengths:
-        samples = study.passkeys(length, args.count, args.seed)
-        for arm in ARMS:
-            print(study.remember(arm, samples, length), flush=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        once = study.passkeys(length, args.count, args.seed)
+        for mentions in args.mentions:
+            samples = [repeated(sample, mentions) for sample in once]
+            for arm in ARMS:
+                told(study.remember(arm, samples, length, mentions))
     if args.texts:
         for arm in ARMS:
-            print(study.loss(arm, min(args.lengths), args.texts), flush=True)
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            told(study.loss(arm, min(args.lengths), args.texts))
     print(summary(result), end="")
 
 

@@ -28,14 +28,14 @@ class TilePrefill:
     """
 
     fraction: float
+    anchors: tuple[int, ...] = ()
+    head_maps: tuple[tuple[int, ...], ...] = ()
+    pool: Pool = "group"
     floor: int = 128
     sink: int = 16
     recent: int = 32
     least: int = 512
     tile: int = 64
-    anchors: tuple[int, ...] = ()
-    head_maps: tuple[tuple[int, ...], ...] = ()
-    pool: Pool = "group"
     _chosen: dict[int, Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

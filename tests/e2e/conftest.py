@@ -245,6 +245,17 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    # Fewer token slots than three requests end with, though enough to begin them: one is retracted.
+    "cascade-retracts": (
+        [
+            *SPARSE,
+            "cascade",
+            *("--sparse-config", '{"retention": {"snapshots": 2}}'),
+            *("--chunked-prefill-size", "640", "--max-total-tokens", "5760"),
+            *("--schedule-conservativeness", "0.01", "--enable-metrics"),
+        ],
+        {},
+    ),
     "cascade-whole": (
         [
             *SPARSE,

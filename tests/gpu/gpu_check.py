@@ -9,6 +9,7 @@
 - `kernels`: the tests of `tests/unit/kernels`, compiled.
 - `served`: the reference model with every method, decode graphs and the overlap scheduler: a full
   budget against dense, batches against their rows alone (:mod:`served_checks`).
+- `cascade`: the same of servers that hold a bounded number of tokens (:mod:`cascade_checks`).
 - `soak`: mixed load with aborts, disconnects, cancellations and flushes, then SGLang's memory check
   and every plane compared with recomputation (`loadtest/soak.py`).
 
@@ -34,6 +35,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import cascade_checks
 import served_checks
 import server_host
 import soak
@@ -130,6 +132,29 @@ def compared(
                 servers=list(configurations), facts=outcome.facts)  # fmt: skip
 
 
+def cascade(args: argparse.Namespace, environment: dict[str, str]) -> Part:
+    """Start dense and servers of bounded states, and compare what they answer."""
+    configurations = {
+        name: [*flags, *args.server_flags.split()]
+        for name, flags in {
+            "dense": served_checks.configurations()["dense"],
+            **cascade_checks.configurations(),
+        }.items()
+    }
+    suite = TaskSuite(FileEncoder(MODEL), split="heldout")
+    prompts = cut_documents(suite, served_checks.LENGTHS, args.documents)
+    outcome = served_checks.Outcome()
+    settings = dict.fromkeys(configurations, environment)
+    with local_servers(
+        settings, args.logs, fork=args.fork, configurations=configurations
+    ) as servers:
+        urls = {name: server.url for name, server in servers.items()}
+        dense = served_checks.check_dense(outcome, urls.pop("dense"), prompts)
+        cascade_checks.check(outcome, urls, suite, prompts, dense, has_gpu())
+    return part(outcome.checked, outcome.failures, ties=outcome.ties, prompts=len(prompts),
+                servers=list(configurations), facts=outcome.facts)  # fmt: skip
+
+
 def soaked(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """Soak one server."""
     method = args.soak_method
@@ -151,6 +176,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, dict[str, str]], Part]] = {
     "kernels": kernels,
     "served": serve,
     "drafts": draft,
+    "cascade": cascade,
     "soak": soaked,
 }
 
@@ -267,7 +293,7 @@ def parse() -> argparse.Namespace:
         "--parts",
         type=names_of(tuple(PARTS)),
         default=list(PARTS),
-        help="kernels,served,drafts,soak",
+        help="kernels,served,drafts,cascade,soak",
     )
     add("--out", type=Path, default=ROOT / "build" / "gpu-check.json")
     add("--logs", type=Path, help="folder of logs; that of --out by default")
@@ -301,7 +327,7 @@ def main() -> None:
             sys.exit(f"error: --merge: {error}")
     else:
         args.logs.mkdir(parents=True, exist_ok=True)
-        if args.fork and {"served", "soak"} & set(args.parts):
+        if args.fork and set(args.parts) - {"kernels"}:
             prepare()
         report = run(args)
     print(f"{'ok' if report['ok'] else 'NOT ok'}: {args.out}")

@@ -188,7 +188,7 @@ def test_reports_of_single_parts_become_one(
     [
         (
             "--parts kernels,nothing",
-            "'kernels,nothing' is not some of kernels, served, drafts, soak",
+            "'kernels,nothing' is not some of kernels, served, drafts, cascade, soak",
         ),
         ("--methods quest", "'quest' is not some of sparcas"),
         ("--parts kernels,soak --devices 0", "--devices: 2 parts need as many devices"),

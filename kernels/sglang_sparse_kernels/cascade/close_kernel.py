@@ -20,8 +20,10 @@ from ..triton_ops import constants
 from .device_ops import StateArgs
 from .types import CascadeShape, CascadeState
 
-PAIRS, MOVED = 256, 64
-WARPS = 4
+PAIRS, WARPS = 256, 4
+# Kept rows and channels that a program moves at a time. Channels are divided among programs, since
+# rows must be moved in order: with a program a head, a layer would leave most of a GPU idle.
+MOVED, CHANNELS, MOVE_WARPS = 256, 32, 8
 
 
 class Levels(NamedTuple):
@@ -90,7 +92,7 @@ def find_winners_kernel(
 @triton.jit
 def move_kept_kernel(
     state, slots, tokens, winners, slots_count, C: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     i_r, i_lh, i_part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + i_r).to(tl.int64)
@@ -98,7 +100,7 @@ def move_kept_kernel(
         p_won = winners + (i_r.to(tl.int64) * tl.num_programs(1) + i_lh) * C.STRIDE
         i_state = ((i_lh // H).to(tl.int64) * slots_count + slot) * H + i_lh % H
         row = i_state * C.ROWS + C.SINKS
-        o_d = tl.arange(0, D)
+        o_d = i_part // 2 * BD + tl.arange(0, BD)
         for i_n in range(0, C.WINDOW, BN):
             o_n = i_n + tl.arange(0, BN)
             m_n = o_n < C.WINDOW
@@ -106,12 +108,12 @@ def move_kept_kernel(
             # A level gives up its oldest tokens, as many as it gains.
             b_gained = C.STRIDE >> b_level
             b_from = _queued(p_won, b_gained + o_n % C.SIZE, b_level, b_gained, C)
-            if i_part == 2:
+            if i_part == 2 * (D // BD):
                 b_score = tl.load(state.scores + row + b_from, mask=m_n)
                 tl.debug_barrier()
                 tl.store(state.scores + row + o_n, b_score, mask=m_n)
             else:
-                p_x = state.v if i_part == 1 else state.k
+                p_x = state.v if i_part % 2 == 1 else state.k
                 b_x = tl.load(p_x + (row + b_from)[:, None] * D + o_d[None, :], mask=m_n[:, None])
                 # No thread may overwrite a row that another one of this tile has yet to read.
                 tl.debug_barrier()
@@ -139,7 +141,7 @@ def close_strides_triton(
             state.scores, slots[some], tokens[some], winners, slots_count, C=shape, H=heads,
             BP=pairs, num_warps=WARPS,
         )  # fmt: skip
-        move_kept_kernel[(rows, layers * heads, 3)](
+        move_kept_kernel[(rows, layers * heads, 2 * (dim // CHANNELS) + 1)](
             StateArgs.of(state), slots[some], tokens[some], winners, slots_count, C=shape, H=heads,
-            D=dim, BN=MOVED, num_warps=WARPS,
+            D=dim, BN=MOVED, BD=CHANNELS, num_warps=MOVE_WARPS,
         )  # fmt: skip

@@ -205,6 +205,12 @@ class CascadeBatch:
         """Rows (R)."""
         return self.slots.shape[0]
 
+    def part(self, start: int, count: int) -> CascadeBatch:
+        """Up to ``count`` rows from row ``start`` on; their tokens lie where they lay."""
+        rows = slice(start, start + count)
+        first = self.first[start : start + count + 1]
+        return CascadeBatch(self.slots[rows], self.seq_lens[rows], first, self.most_new)
+
     def check(self) -> None:
         """Raise ValueError unless shapes and dtypes fit together."""
         check_shape("seq_lens", self.seq_lens, (self.num_rows,))

@@ -298,6 +298,23 @@ def test_kernels_hold_what_the_definition_holds_over_many_strides() -> None:
         assert len(set(mine) & set(theirs)) >= 0.97 * len(mine)
 
 
+def test_schedules_of_the_same_request_hold_the_same_tokens() -> None:
+    # A GPU takes sizes at which scores are nearly equal somewhere.
+    small = DEVICE.type == "cpu"
+    shape = CascadeShape(64, 4, 4, 32) if small else CascadeShape(4096, 64, 4, 1024)
+    request = Request(shape.rows + 3 * shape.stride + 7, 2, 2, 64, torch.bfloat16, seed=12)
+    close = shape.rows + shape.stride
+    steps = [*range(close - 3, close + 4)]
+    schedules = [[request.tokens], [50, *steps, close + shape.stride // 2, request.tokens]]
+    held = []
+    for cuts in schedules:
+        state = empty_state(shape, slots=1, heads=2, dim=64, dtype=torch.bfloat16)
+        request.run(state, 0, cuts, average=AttentionAverage(0.9999), impl="triton")
+        held.append(positions_held(state, 0, request))
+    for one, other in zip(*held, strict=True):
+        assert len(set(one) & set(other)) >= 0.999 * len(one)
+
+
 def test_the_shape_says_what_is_held() -> None:
     shape = CascadeShape(12, 2, 3, 4)
     assert [shape.held(t) for t in (1, 14, 18, 19, 22, 23)] == [1, 14, 18, 15, 18, 15]

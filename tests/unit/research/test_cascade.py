@@ -10,7 +10,15 @@ import torch
 
 from sglang_sparse.config import configs_dir
 from sglang_sparse.research.cascade import CascadeDecoder
-from sglang_sparse.research.cascade_study import ARMS, Arm, CascadeStudy, digits_right, summary
+from sglang_sparse.research.cascade_study import (
+    ARMS,
+    Arm,
+    CascadeStudy,
+    digits_right,
+    interval,
+    repeated,
+    summary,
+)
 from sglang_sparse.research.export import load
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.tasks import FileEncoder
@@ -45,7 +53,7 @@ def test_what_was_fed_before_does_not_matter_nor_how(model: ReferenceModel, scor
     cuts = [0, 1, 50, 53, 69, 120]
     parts = [decoder.feed(IDS[a:b]) for a, b in pairwise(cuts)]
     torch.testing.assert_close(torch.cat(parts), whole)
-    assert decoder.tokens == len(IDS)
+    assert decoder.lengths == [len(IDS)]
 
 
 def test_replies_are_greedy(model: ReferenceModel) -> None:
@@ -57,6 +65,45 @@ def test_replies_are_greedy(model: ReferenceModel) -> None:
         assert model.logits(hidden[-5:]).argmax(-1).tolist() == said
 
 
+def test_requests_side_by_side_are_those_alone(model: ReferenceModel) -> None:
+    prompts = [IDS, IDS[:70], IDS[3:52]]
+    alone = [CascadeDecoder(model, SHAPE, AVERAGE).reply(prompt, 4) for prompt in prompts]
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE, slots=3)
+    assert decoder.replies(prompts, 4) == alone
+    assert decoder.replies(prompts[:2], 4) == alone[:2]
+    decoder.reset()
+    hidden = decoder.feed_all(prompts)
+    for prompt, got in zip(prompts, hidden, strict=True):
+        torch.testing.assert_close(got, CascadeDecoder(model, SHAPE, AVERAGE).feed(prompt))
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_positions_are_those_of_the_keys_that_are_held(model: ReferenceModel, scored: bool) -> None:
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE, scored=scored, slots=2, positions=True)
+    keys = CascadeDecoder(model, CascadeShape(128, 0, 1, 128), AVERAGE, slots=2)
+    for part in (slice(0, 60), slice(60, 61), slice(61, 120)):
+        for one in (decoder, keys):
+            one.feed_all([IDS[::-1][part], IDS[part]])
+    assert decoder.positions is not None
+    held = SHAPE.held(len(IDS))
+    # Keys of the first layer follow from tokens and positions alone.
+    for slot in range(2):
+        at = decoder.positions[0, slot, :, :held]
+        want = keys.state.k[0, slot].gather(1, at[..., None].expand(*at.shape, SMALL.head_dim))
+        torch.testing.assert_close(decoder.state.k[0, slot, :, :held], want)
+        assert (at.diff(dim=-1) > 0).all()
+    assert decoder.held(0, 0, SHAPE.sinks) == (1.0, 1.0)
+    one_head, some_head = decoder.held(1, 10, 80)
+    assert 0 < one_head <= some_head < 1
+
+
+def test_an_interval_holds_the_mean() -> None:
+    assert interval([0.5]) == (0.5, 0.5)
+    low, high = interval([0.0, 1.0] * 50)
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert high - low == pytest.approx(2 * 1.96 * 0.05, rel=0.02)
+
+
 def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     folder = configs_dir() / "reference" / "model"
     study = CascadeStudy(load(folder), FileEncoder(folder), window=256, stride=64, sinks=16)
@@ -64,14 +111,28 @@ def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     assert 0 < sample.needle_spans[0][0] < len(sample.prompt_ids) - 320
     with pytest.raises(ValueError, match="inside of 320"):
         study.passkeys(340, 1, seed=0)
+    begin, end = sample.needle_spans[0]
+    twice = repeated(sample, 2)
+    assert twice.prompt_ids[end : 2 * end - begin] == sample.prompt_ids[begin:end]
+    assert twice.prompt_ids[2 * end - begin :] == sample.prompt_ids[end:]
+    assert repeated(sample, 1) == sample
     key = sample.values[0]
     assert digits_right(sample, sample.answer) == 1
     wrong = key[0] + str((int(key[1]) + 1) % 10) + key[2:]
     assert digits_right(sample, f"The pass key is {wrong}.") == 1 - 1 / len(key)
     assert digits_right(sample, "no number") == 0
-    study.remember(Arm(2), [sample], 1024)
-    study.loss(Arm(2), 512, 1)
+    for levels in (1, 2):
+        study.remember(Arm(levels), [sample], 1024)
+        study.loss(Arm(levels), 512, 2)
+    one, two = study.rows[0], study.rows[2]
+    assert two["gain"] == pytest.approx(two["digits"] - one["digits"])
+    more = [b - a for a, b in zip(study.rows[1]["loss_of_each"], study.rows[3]["loss_of_each"],
+                                  strict=True)]  # fmt: skip
+    assert study.rows[3]["more_interval"] == pytest.approx(interval(more))
+    study.remember(Arm(2), [twice], 1024, 2)
+    assert "gain" not in study.rows[-1]  # no window answered these prompts
     table = summary({"rows": study.rows})
-    assert "1,024 tokens" in table
+    assert "1,024 tokens, said 1" in table
+    assert "1,024 tokens, said 2" in table
     assert f"| {Arm(2).name} | " in table
     assert len({arm.name for arm in ARMS}) == len(ARMS)
