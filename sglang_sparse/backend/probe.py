@@ -111,7 +111,9 @@ class FidelityProbe:
                     head * q.shape[1] // kv.num_heads, (head + 1) * q.shape[1] // kv.num_heads
                 )
                 scale = exact[row, group].norm()
-                sums.totals["output_error"] += float((out[row, group] - exact[row, group]).norm() / scale)
+                sums.totals["output_error"] += float(
+                    (out[row, group] - exact[row, group]).norm() / scale
+                )
                 error = (out[row, group] - over_list[row, group]).norm() / scale
                 sums.kernel_error = max(sums.kernel_error, float(error))
             sums.pairs += kv.num_heads

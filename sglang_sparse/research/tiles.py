@@ -28,12 +28,12 @@ class TilePrefill:
     """
 
     fraction: float
-    anchors: tuple[int, ...] = ()
-    head_maps: tuple[tuple[int, ...], ...] = ()
-    pool: Pool = "group"
     floor: int = 128
     sink: int = 16
     recent: int = 32
+    anchors: tuple[int, ...] = ()
+    head_maps: tuple[tuple[int, ...], ...] = ()
+    pool: Pool = "group"
     least: int = 512
     tile: int = 64
     _chosen: dict[int, Tensor] = field(default_factory=dict)
