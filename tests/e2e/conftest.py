@@ -289,6 +289,7 @@ WHOLE_CONTEXT: dict[str, dict[str, object]] = {
     "psa_sketch": {"budget": {"epsilon": 1.0, "cap": 4096}},
     "kascade": {"budget": {"fraction": 1.0}, "prefill": ALL_TILES},
     "kascade_sketch": {"budget": {"fraction": 1.0}, "prefill": ALL_TILES},
+    "lserve": {"budget": {"tokens": 32768}, "heads": {"local": 32768}},
 }
 CONFIGURATIONS["dense-fp8"] = (["--page-size", "64", *FP8_KV], {})
 CONFIGURATIONS |= {
