@@ -217,6 +217,7 @@ def test_snapshots_are_forgotten_by_a_flush_and_kept_apart_by_extra_keys(
     assert ask() == 0
 
 
+@shares_states
 def test_slots_and_snapshots_return_after_retractions_and_aborts(
     server: Server, suite: TaskSuite
 ) -> None:
