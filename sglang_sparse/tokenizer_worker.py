@@ -11,6 +11,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+# The hooks must be in place before SGLang builds its application.
 from sglang.srt.entrypoints.http_server import app  # noqa: E402
 
 __all__ = ["app"]

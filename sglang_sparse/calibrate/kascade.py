@@ -17,9 +17,8 @@ from sglang_sparse.calibrate.anchors import choose_anchors, map_heads, mapped_si
 from sglang_sparse.calibrate.capture import Capture, Importance
 from sglang_sparse.calibrate.outputs import (
     STATE,
-    base_preset,
-    check_writable,
     fingerprint,
+    open_outputs,
     resume,
     save_state,
     write_preset,
@@ -99,11 +98,7 @@ def calibrate(settings: Settings, console: Console) -> Anchors:
     Raises:
         ConfigError: the model, the prompts, an output or a number cannot be used.
     """
-    bases = [(path, base_preset(path, "layers", METHOD)) for path in settings.outputs]
-    for flag, path in (
-        ("--report", settings.report / STATE), *(("--output", path) for path in settings.outputs)
-    ):  # fmt: skip
-        check_writable(flag, path)
+    bases = open_outputs(settings.outputs, settings.report, "layers", METHOD)
     capture = Capture(settings.model, settings.device)
     geometry = capture.geometry
     _check_numbers(settings, geometry)

@@ -20,10 +20,9 @@ from sglang_sparse.calibrate.gates import JUDGED, GatedModel
 from sglang_sparse.calibrate.heads_report import Found, measure_arms, write_report
 from sglang_sparse.calibrate.outputs import (
     STATE,
-    base_preset,
-    check_writable,
     fingerprint,
     model_name,
+    open_outputs,
     resume,
     save_state,
     write_preset,
@@ -113,11 +112,7 @@ def calibrate(settings: Settings, console: Console) -> StreamingHeads:
     Raises:
         ConfigError: the model, the prompts, an output or a number cannot be used.
     """
-    bases = [(path, base_preset(path, "heads", METHOD)) for path in settings.outputs]
-    for flag, path in (
-        ("--report", settings.report / STATE), *(("--output", path) for path in settings.outputs)
-    ):  # fmt: skip
-        check_writable(flag, path)
+    bases = open_outputs(settings.outputs, settings.report, "heads", METHOD)
     model = GatedModel(settings.model, settings.device, sink=settings.sink, local=settings.local)
     _check_numbers(settings, model.geometry, bases)
     given = None if settings.gates is None else _given_gates(settings.gates, model.geometry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from errno import EISDIR
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -87,6 +87,26 @@ def write_preset(
     SparseConfig.model_validate(content)
     with replacing(path) as draft:
         draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def open_outputs(
+    outputs: Sequence[Path], report: Path, axis: Axis, method: str
+) -> list[tuple[Path, SparseConfig]]:
+    """Return each preset to write with what it starts from; nothing is written yet.
+
+    Args:
+        outputs: presets to write.
+        report: folder of the report, and of what an interrupted run has so far.
+        axis, method: as :func:`base_preset` takes them.
+
+    Raises:
+        ConfigError: a path cannot be written, or holds no preset.
+    """
+    bases = [(path, base_preset(path, axis, method)) for path in outputs]
+    check_writable("--report", report / STATE)
+    for path in outputs:
+        check_writable("--output", path)
+    return bases
 
 
 def check_writable(flag: str, path: Path) -> None:

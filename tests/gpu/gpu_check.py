@@ -33,7 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cascade_checks
 import served_checks
@@ -42,6 +42,7 @@ import soak
 from compare_latency import output_of
 from documents import cut_documents
 from local import CONFIGURATIONS, ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
+from served_checks import Outcome
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -49,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang", "sglang-sparse", "sglang-kernel", "torch", "triton", "flashinfer-python")
 MOST_SHOWN = 40
 Part = dict[str, Any]
+Urls = dict[str, str]
 
 
 def part(checked: int, failures: list[str], **facts: Any) -> Part:
@@ -109,48 +111,62 @@ def compared(
     flags_of: dict[str, list[str]], args: argparse.Namespace, environment: dict[str, str]
 ) -> Part:
     """Start dense and the servers of the methods asked for, and compare what they answer."""
-    configurations = {
-        name: [*flags, *args.server_flags.split()]
+    chosen = {
+        name: flags
         for name, flags in flags_of.items()
         if name == "dense" or name.split()[0] in args.methods
     }
-    suite = TaskSuite(FileEncoder(MODEL), split="heldout")
-    prompts = cut_documents(suite, served_checks.LENGTHS, args.documents)
-    outcome = served_checks.Outcome()
-    settings = dict.fromkeys(configurations, environment)
-    with local_servers(
-        settings, args.logs, fork=args.fork, configurations=configurations
-    ) as servers:
-        dense = served_checks.check_dense(outcome, servers["dense"].url, prompts)
-        for name, server in servers.items():
-            if name != "dense":
-                try:
-                    served_checks.check_method(outcome, name, server.url, prompts, dense, has_gpu())
-                except Exception as error:  # the other servers are still to be checked
-                    outcome.check(False, f"{name}: {type(error).__name__}: {error}"[:1500])
-    return part(outcome.checked, outcome.failures, ties=outcome.ties, prompts=len(prompts),
-                servers=list(configurations), facts=outcome.facts)  # fmt: skip
+
+    def check(outcome: Outcome, urls: Urls, asked: Asked) -> None:
+        for name, url in urls.items():
+            try:
+                served_checks.check_method(
+                    outcome, name, url, asked.prompts, asked.dense, has_gpu()
+                )
+            except Exception as error:  # the other servers are still to be checked
+                outcome.check(False, f"{name}: {type(error).__name__}: {error}"[:1500])
+
+    return beside_dense(chosen, check, args, environment)
 
 
 def cascade(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """Start dense and servers of bounded states, and compare what they answer."""
+    dense = {"dense": served_checks.configurations()["dense"]}
+
+    def check(outcome: Outcome, urls: Urls, asked: Asked) -> None:
+        cascade_checks.check(outcome, urls, asked.suite, asked.prompts, asked.dense, has_gpu())
+
+    return beside_dense(dense | cascade_checks.configurations(), check, args, environment)
+
+
+class Asked(NamedTuple):
+    """What a dense server was asked, and its answers with their noise."""
+
+    suite: TaskSuite
+    prompts: list[list[int]]
+    dense: tuple[list[served_checks.Answer], float]
+
+
+def beside_dense(
+    flags_of: dict[str, list[str]],
+    check: Callable[[Outcome, Urls, Asked], None],
+    args: argparse.Namespace,
+    environment: dict[str, str],
+) -> Part:
+    """Start servers, ask the dense one, and let ``check`` compare the others with it."""
     configurations = {
-        name: [*flags, *args.server_flags.split()]
-        for name, flags in {
-            "dense": served_checks.configurations()["dense"],
-            **cascade_checks.configurations(),
-        }.items()
+        name: [*flags, *args.server_flags.split()] for name, flags in flags_of.items()
     }
     suite = TaskSuite(FileEncoder(MODEL), split="heldout")
     prompts = cut_documents(suite, served_checks.LENGTHS, args.documents)
-    outcome = served_checks.Outcome()
+    outcome = Outcome()
     settings = dict.fromkeys(configurations, environment)
     with local_servers(
         settings, args.logs, fork=args.fork, configurations=configurations
     ) as servers:
         urls = {name: server.url for name, server in servers.items()}
         dense = served_checks.check_dense(outcome, urls.pop("dense"), prompts)
-        cascade_checks.check(outcome, urls, suite, prompts, dense, has_gpu())
+        check(outcome, urls, Asked(suite, prompts, dense))
     return part(outcome.checked, outcome.failures, ties=outcome.ties, prompts=len(prompts),
                 servers=list(configurations), facts=outcome.facts)  # fmt: skip
 

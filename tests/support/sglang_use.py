@@ -110,6 +110,7 @@ def hide_sglang(folder: Path) -> None:
         folder: an empty one, for the modules that stand in its place.
     """
     for name in SGLANG:
+        # None ends an import with ModuleNotFoundError; the stubs of Python do not know that.
         sys.modules[name] = None  # type: ignore[assignment]
         (folder / f"{name}.py").write_text(
             f"raise ImportError('this test runs once for all versions: no {name} for it')\n"
