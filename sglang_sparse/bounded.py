@@ -17,6 +17,11 @@ BOUNDED_RULES = (
     Rule("speculative_algorithm", (None,), "rejected tokens cannot be taken out of a state"),
     Rule("enable_hierarchical_cache", (False, None), "states have no tier on the host"),
     Rule("enable_memory_saver", (False, None), "released states are not restored"),
+    Rule(
+        "schedule_policy",
+        ("fcfs", "lpm", "lof", "random", "routing-key", "priority", None),
+        "states of prefixes form no tree that could be weighed",
+    ),
 )
 
 

@@ -2,7 +2,8 @@
 """SGLang's prefix cache of a server that keeps states of prefixes; for SGLang 0.5.17 alone.
 
 Seams (`sglang/srt/mem_cache/`): `chunk_cache.py: ChunkCache`, which shares nothing and frees what
-lies behind `Req.cache_protected_len`; `radix_cache.py: RadixKey`. 0.5.23 has no such class.
+lies behind `Req.cache_protected_len`; `radix_cache.py: RadixKey`. `sglang/srt/managers/
+schedule_policy.py: PrefillAdder.add_one_req` reads ``disable``. 0.5.23 has no such class.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ class SnapshotCache(ChunkCache):
     Matched snapshots need no lock. A request is matched and its batch prepared, where states are
     copied, without another batch in between; only a batch that is prepared takes slots away.
     """
+
+    # A cache without this is taken for one that never matches, and SGLang then asserts that a
+    # request which ignores the end of an answer begins at its first token.
+    disable = False
 
     def __init__(self, params: CacheInitParams, store: SnapshotStore) -> None:
         super().__init__(params)

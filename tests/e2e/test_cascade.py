@@ -195,6 +195,25 @@ def test_a_second_question_to_a_long_document_is_answered_from_a_snapshot(
 
 
 @shares_states
+def test_many_questions_at_once_share_a_snapshot_and_need_more_than_a_chunk(
+    server: Server, suite: TaskSuite
+) -> None:
+    live = server("cascade-prefixes")
+    live.flush()
+    document = suite.samples("passkey", length=3000, count=1, seed=11)[0].prompt_ids
+    prompts = [document[:2600] + document[-300 - n :] for n in range(SLOTS)]
+    live.generate([document[:2600]], 1)
+    answers = live.generate(prompts, TOKENS, ignore_eos=True)
+    # Some begin with the document's snapshot, and one of them is cut where the chunk is full.
+    shared = [len(p) - cached_tokens([a]) for p, a in zip(prompts, answers, strict=True)]
+    assert sum(left < 1024 for left in shared) >= 2
+    assert sum(shared) > 1024
+    live.flush()
+    said = token_ids(answers)
+    assert [said[0], said[-1]] == greedy(live, [prompts[0], prompts[-1]])
+
+
+@shares_states
 def test_snapshots_are_forgotten_by_a_flush_and_kept_apart_by_extra_keys(
     server: Server, suite: TaskSuite
 ) -> None:
@@ -224,17 +243,15 @@ def test_slots_and_snapshots_return_after_retractions_and_aborts(
     live = server("cascade-retracts")
     live.flush()
     tokens = 600
-    # SGLang admits requests that ignore the end of an answer only where all of it fits.
-    options = {"min_new_tokens": tokens}
     prompts = [
         suite.samples("passkey", length=1400, count=1, seed=20 + i)[0].prompt_ids for i in range(3)
     ]
     cold = []
     for prompt in prompts:
         live.flush()
-        cold += token_ids(live.generate([prompt], tokens, **options))
+        cold += token_ids(live.generate([prompt], tokens, ignore_eos=True))
     live.flush()  # a request that begins with a snapshot takes no token slots for it
-    assert token_ids(live.generate(prompts, tokens, **options)) == cold
+    assert token_ids(live.generate(prompts, tokens, ignore_eos=True)) == cold
     assert "Retract" in live.log.read_text()
     draws = random.Random(4)
 
