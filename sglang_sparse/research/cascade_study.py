@@ -183,14 +183,16 @@ def summary(result: dict[str, Any]) -> str:
         f"{length:,} tokens, said {times}: digits, % (exact; held by a head; gain)"
         for length, times in kinds
     ]
-    lines = ["| | " + " | ".join([*heads, "loss of text (more)"]) + " |"]
-    lines.append("| --- " + "| ---: " * (len(kinds) + 1) + "|")
+    heads += ["loss of text (more)"] if any("loss" in row for row in rows) else []
+    lines = ["| | " + " | ".join(heads) + " |"]
+    lines.append("| --- " + "| ---: " * len(heads) + "|")
     for name in dict.fromkeys(row["name"] for row in rows):
         mine = [row for row in rows if row["name"] == name]
         cells = [_cell(row) for kind in kinds for row in mine if _passkeys(row) == kind]
         cells += [""] * (len(kinds) - len(cells))
-        losses = [_loss(row) for row in mine if "loss" in row]
-        lines.append("| " + " | ".join([name, *cells, *(losses or [""])]) + " |")
+        cells += [_loss(row) for row in mine if "loss" in row]
+        cells += [""] * (len(heads) - len(cells))
+        lines.append("| " + " | ".join([name, *cells]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -214,7 +216,7 @@ def main() -> None:
     p = study_parser(__doc__)
     p.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384])
     p.add_argument("--count", type=int, default=96, help="passkeys a cell")
-    p.add_argument("--mentions", type=int, nargs="+", default=[1, 4, 8])
+    p.add_argument("--mentions", type=int, nargs="*", default=[1, 4, 8])
     p.add_argument("--texts", type=int, default=8, help="texts for the loss; 0 for none")
     p.add_argument("--seed", type=int, default=5)
     p.add_argument("--window", type=int, default=1024)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -136,3 +137,11 @@ def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     assert "1,024 tokens, said 2" in table
     assert f"| {Arm(2).name} | " in table
     assert len({arm.name for arm in ARMS}) == len(ARMS)
+
+
+@pytest.mark.parametrize("name", ["passkeys", "texts"])
+def test_the_committed_tables_are_those_of_the_committed_rows(name: str) -> None:
+    report = configs_dir() / "reference" / "cascade-report"
+    result = json.loads((report / f"{name}.json").read_text())
+    assert summary(result) in (report / "README.md").read_text()
+    assert {row["name"] for row in result["rows"]} == {arm.name for arm in ARMS}
