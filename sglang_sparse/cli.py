@@ -177,6 +177,21 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def warmup(
+    context: typer.Context,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the server.")] = 1800,
+) -> None:
+    """Compile what a server's start compiles, for an image: its flags follow, no weights needed."""
+    from sglang_sparse.warmup import warm_up
+
+    try:
+        seconds = warm_up(context.args, timeout=timeout)
+    except RuntimeError as error:
+        raise _fail(str(error)) from error
+    typer.echo(f"the server was up after {seconds:.0f} s; what it compiled is kept on disk")
+
+
 @app.command()
 def version() -> None:
     """Print the version and the methods that have presets."""
