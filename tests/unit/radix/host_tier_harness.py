@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from invariants import tree_nodes
-from radix_harness import MemorySide
+from radix_harness import MemorySide, RunForward
 from radix_parts import LAYERS, scheduler
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache import hiradix_cache
@@ -27,10 +27,16 @@ from sglang_sparse_radix.host_pool import PlainHostPool
 
 
 class LateHostPool(PlainHostPool):
-    """Copies a layer when it is waited for, and tells who owns what was copied."""
+    """Copies a layer when it is waited for, and tells who owns what was copied.
+
+    What goes to the host while a forward pass is in flight goes behind it: the pass may still have
+    to write the last of it.
+    """
 
     late: list[list[Callable[[], None]]]
     moved: Callable[[list[int], list[int], bool], None]
+    in_flight = False
+    behind: list[Callable[[], None]]
 
     def load_to_device_per_layer(
         self, device_pool, host_indices, device_indices, layer_id, io_backend
@@ -41,8 +47,21 @@ class LateHostPool(PlainHostPool):
         self.late[layer_id].append(lambda: PlainHostPool.load_to_device_per_layer(self, *arguments))
 
     def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend):
-        self.moved(host_indices.tolist(), device_indices.tolist(), False)
-        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
+        def copy_now() -> None:
+            self.moved(host_indices.tolist(), device_indices.tolist(), False)
+            arguments = (device_pool, host_indices, device_indices, io_backend)
+            PlainHostPool.backup_from_device_all_layer(self, *arguments)
+
+        if self.in_flight:
+            self.behind.append(copy_now)
+        else:
+            copy_now()
+
+    def land(self) -> None:
+        """End the forward pass that is in flight."""
+        self.in_flight = False
+        while self.behind:
+            self.behind.pop(0)()
 
     def copy_until(self, layer: int) -> None:
         """Copy what is waited for."""
@@ -72,6 +91,7 @@ class HostTierSide(MemorySide):
             hiradix_cache.get_mha_host_pool_cls = original
         self.host = self.tree.token_to_kv_pool_host
         self.host.late, self.host.moved = [[] for _ in range(LAYERS)], self._moved
+        self.host.behind = []
         self.allocator.debug_mode = True
         for name in ("load_back", "_evict_backuped", "evict_host", "_put_on_device"):
             self._count_calls(name)
@@ -139,6 +159,17 @@ class HostTierSide(MemorySide):
         self.counter.set_consumer(batch.hicache_consumer_index)
         for layer in range(LAYERS if has_prefix else 0):
             self.pool.get_key_buffer(layer)
+
+    def launch(self, batch: ScheduleBatch, starts: list[int]) -> RunForward:
+        """See `MemorySide`."""
+        run = super().launch(batch, starts)
+        self.host.in_flight = True
+
+        def run_and_land() -> None:
+            run()
+            self.host.land()
+
+        return run_and_land
 
     def prefill(self, chunk_tokens: int, *, overlap: bool = False) -> list[Req]:
         """See `MemorySide`; KV is put in the tree, and so copied to the host, once it is written.

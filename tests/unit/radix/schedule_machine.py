@@ -220,6 +220,20 @@ class Schedules(RuleBasedStateMachine):
             self.side.check()
 
 
+def run_until_seen(
+    machine: type[Schedules], cases: tuple[str, ...], *, examples: int, rounds: int = 4
+) -> None:
+    """Run random schedules until each of `cases` came up; without them they would prove little.
+
+    Now and then one case or another is missing by chance: each round draws twice as many.
+    """
+    for doubled in range(rounds):
+        run_schedules(machine, examples=examples << doubled)
+        if all(machine.seen[case] for case in cases):
+            return
+    raise AssertionError(f"a case of {cases} never came up: {machine.seen}")
+
+
 def run_schedules(machine: type[Schedules], *, examples: int, shrink: bool = True) -> None:
     machine.seen = Counter()
     phases = set(Phase) - {Phase.explain} if shrink else {Phase.generate}
