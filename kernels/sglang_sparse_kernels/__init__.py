@@ -80,7 +80,14 @@ from .step import (
     StepContext,
     decode_step,
 )
-from .tiles import TilePlan, plan_tiles, tile_attention, tile_score, tile_tokens_of
+from .tiles import (
+    TilePlan,
+    plan_tiles,
+    tile_attention,
+    tile_mean,
+    tile_score,
+    tile_tokens_of,
+)
 
 __all__ = [
     "BLOCK_UNITS",
@@ -153,6 +160,7 @@ __all__ = [
     "sketch_score",
     "snapshot_page_table",
     "tile_attention",
+    "tile_mean",
     "tile_score",
     "tile_tokens_of",
     "update_planes",

@@ -3,10 +3,18 @@
 
 import torch
 
-from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
+from ..common import (
+    IMPLS,
+    Impl,
+    check_choice,
+    check_contiguous,
+    check_dense_rows,
+    check_dtype,
+    check_shape,
+)
 from ..exact import Pool, lists_of
 from ..records import KVView, Lists, Scores, Softmax
-from .reference import tile_attention_reference, tile_score_reference
+from .reference import tile_attention_reference, tile_mean_reference, tile_score_reference
 from .types import TilePlan
 
 MAX_TILE = 128  # queries, those of a group of heads counted in
@@ -69,6 +77,37 @@ def tile_score(
     tile_score_triton(q, kv, plan, softmax=softmax, out=out)
 
 
+def tile_mean(q: torch.Tensor, plan: TilePlan, *, out: torch.Tensor, impl: Impl) -> None:
+    """Mean query of each tile and query head, what MInference pools blocks of queries to.
+
+    The sum is in fp32 and is rounded once. MInference: arXiv 2407.02490, section 3.2.
+
+    Args:
+        q: [tokens, query heads, D] of the batch, bf16 or fp16 ("torch" also fp32, fp64), any stride
+            between rows; D is a power of two for "triton".
+        plan: the batch's tiles, T of them.
+        out: [T, query heads, D], q's dtype, contiguous; every entry is written.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape.
+    """
+    check_choice("impl", impl, IMPLS)
+    check_shape("q", q, (-1, -1, -1))
+    check_shape("out", out, (plan.rows.num_rows, *q.shape[1:]))
+    check_shape("q_rows", plan.q_rows, (plan.rows.num_rows,))
+    check_dtype("out", out, q.dtype)
+    check_contiguous("out", out)
+    if impl != "triton":
+        tile_mean_reference(q, plan, out)
+        return
+    check_dtype("q", q, torch.bfloat16, torch.float16)
+    check_dense_rows("q", q)
+    from .mean_kernel import tile_mean_triton
+
+    tile_mean_triton(q, plan, out)
+
+
 def tile_attention(
     q: torch.Tensor,
     kv: KVView,
@@ -82,7 +121,8 @@ def tile_attention(
     """Causal attention of tiles over their lists and over themselves (Kascade section 3.4).
 
     A query at position p, KV head h, attends to the tokens
-    ``indices[rows[t], h, :counts[rows[t], h]]`` of its tile t and to [tail_start, p]. A tile with
+    of the units ``indices[rows[t], h, :counts[rows[t], h]]`` of its tile t, as far as they lie
+    before tail_start, and to [tail_start, p]. A tile with
     k_units 0 has an empty list; with tail_start 0 it is dense. With a ``head_map`` it is list
     ``head_map[h]`` that head h takes (section 3.5).
 
@@ -91,7 +131,9 @@ def tile_attention(
             between rows; D is 64 or 128.
         kv: the page table has a row for each tile; KV of the batch's own tokens is written.
         plan: the batch's tiles, T of them.
-        lists: of single tokens, for T rows; entries past k_units are not attended to.
+        lists: for T rows; entries past k_units are not attended to. Of heads with windows no list
+            is read: in tiles with tail_start above 0 they attend to the positions below ``sink``
+            and to (p - local, p], and only those are loaded (LServe, section 3.3).
         softmax: scale and cap of the logits.
         out: [tokens, H * G, D], q's dtype, contiguous; written for every token of a tile.
         impl: "triton", "cpu" or "torch".
@@ -103,8 +145,6 @@ def tile_attention(
     _check(q, kv, plan)
     check_shape("out", out, tuple(q.shape))
     lists.check_read(plan.rows.num_rows, kv.num_heads)
-    if lists.unit != 1:
-        raise ValueError(f"unit={lists.unit} must be 1: tiles list single tokens")
     if impl != "triton":
         tile_attention_reference(q, kv, plan, lists, softmax=softmax, out=out)
         return

@@ -27,12 +27,14 @@ def tile_attend_kernel(
     indices,
     counts,
     head_map,
+    windows,
     out,
     stride_q,
     capacity,
     scale_log2,
     logit_cap,
     LISTS: tl.constexpr,
+    UNIT: tl.constexpr,
     S: tl.constexpr,
 ):
     i_t, i_h = tl.program_id(0) // S.H, tl.program_id(0) % S.H
@@ -44,8 +46,15 @@ def tile_attend_kernel(
     start = tl.load(first + i_t)
     q_row = tl.load(q_rows + i_t)
     tail = tl.load(plan.tail_start + i_t)
-    list_tokens = tl.minimum(tl.load(plan.k_units + i_t), capacity)
-    counted = tl.load(counts + i_l)
+    list_units = tl.minimum(tl.load(plan.k_units + i_t), capacity)
+    list_tokens = tl.minimum(list_units, tl.load(counts + i_l)) * UNIT
+    WINDOWS: tl.constexpr = windows is not None
+    if WINDOWS:
+        # The tail of a head that streams is what any query's window holds, and its list the sinks.
+        streams = (tl.load(windows.streams + i_h) != 0) & (tail > 0)
+        o_w = tl.maximum(start + 1 - windows.local, tl.minimum(windows.sink, start + 1))
+        tail = tl.where(streams, o_w, tail)
+        list_tokens = tl.where(streams, tl.minimum(windows.sink, tail), list_tokens)
     o_m, o_d = tl.arange(0, S.BM), tl.arange(0, S.D)
     b_q = load_queries(q, q_row, seq_len - start, i_h, stride_q, S)
     o_p = start + o_m // S.G
@@ -62,9 +71,14 @@ def tile_attend_kernel(
         m_tail, m_n = o_n < tail_tokens, o_n < total
         o_l = o_n - tail_tokens
         # [BN]
-        b_token = tl.load(p_list + o_l, mask=m_n & ~m_tail, other=0)
+        m_list = m_n & ~m_tail
+        if WINDOWS:
+            m_list &= ~streams
+        b_token = tl.load(p_list + o_l // UNIT, mask=m_list, other=0) * UNIT + o_l % UNIT
+        if WINDOWS:
+            b_token = tl.where(streams, o_l, b_token)
         b_pos = tl.where(m_tail, tail + o_n, b_token)
-        m_n &= m_tail | ((o_l < counted) & (b_pos >= 0) & (b_pos < tail))
+        m_n &= m_tail | ((b_pos >= 0) & (b_pos < tail))
         # [BN]
         o_kv = (slots_of(p_table, b_pos, m_n, S.PAGE).to(tl.int64) * S.H + i_h) * S.D
         # [BN, D]
@@ -73,7 +87,11 @@ def tile_attend_kernel(
         # [BM, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((S.BM, S.BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, S.HAS_CAP)
-        b_s = tl.where(m_n[None, :] & (b_pos[None, :] <= o_p[:, None]), b_s, float("-inf"))
+        m_s = m_n[None, :] & (b_pos[None, :] <= o_p[:, None])
+        if WINDOWS:
+            m_w = b_pos[None, :] > o_p[:, None] - windows.local
+            m_s &= m_w | (b_pos < windows.sink)[None, :] | ~streams
+        b_s = tl.where(m_s, b_s, float("-inf"))
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
@@ -95,7 +113,7 @@ def tile_attention_triton(
     shape = TileShape.of(q, kv, plan, softmax, ATTEND_TILE)
     tile_attend_kernel[(rows.num_rows * heads,)](
         q, kv.args, rows.args, rows.update_start, plan.q_rows, lists.rows, lists.indices,
-        lists.counts, lists.head_map, out, q.stride(0), lists.capacity, softmax.scale_log2,
-        softmax.logit_cap,
-        LISTS=lists.indices.shape[1], S=constants(shape), num_warps=ATTEND_TILE[2],
+        lists.counts, lists.head_map, lists.window_args, out, q.stride(0), lists.capacity,
+        softmax.scale_log2, softmax.logit_cap,
+        LISTS=lists.indices.shape[1], UNIT=lists.unit, S=constants(shape), num_warps=ATTEND_TILE[2],
     )  # fmt: skip

@@ -65,13 +65,14 @@ def plan_tiles(
     floor: int,
     fraction: float,
     dense: Sequence[bool] = (),
+    unit: int = 1,
 ) -> TilePlan:
     """Cut the new tokens of a batch into tiles; all arithmetic is on the host.
 
     Tiles start at multiples of ``tile_tokens`` within the request, wherever its chunk starts. A
     tile that starts at s >= ``min_tokens`` selects min(s, max(floor, ceil(fraction * s))) of the s
-    tokens before it; other tiles are dense. So what a token attends to follows from its position
-    alone. How the prompt was cut into chunks, and what was cached, make no difference.
+    tokens before it, in whole units; other tiles are dense. So what a token attends to follows from
+    its position alone. How the prompt was cut into chunks, and what was cached, make no difference.
 
     Args:
         page_table: int32 [R, max_pages], pages of each request.
@@ -82,6 +83,7 @@ def plan_tiles(
         floor: smallest budget, in tokens.
         fraction: budget as a fraction of the tokens before the tile, exact to one millionth.
         dense: whether all tiles of a request are dense; requests past its end are not.
+        unit: tokens that are selected together.
     """
     columns: list[tuple[int, int, int, int, int, int]] = []
     q_row = 0
@@ -92,7 +94,7 @@ def plan_tiles(
             end = min(aligned + tile_tokens, prefix + extend)
             budget = 0
             if aligned >= max(min_tokens, 1) and not any(dense[request : request + 1]):
-                budget = tile_budget(aligned, floor=floor, fraction=fraction)
+                budget = -(-tile_budget(aligned, floor=floor, fraction=fraction) // unit)
             columns.append((request, first, end, aligned if budget else 0, budget, q_row))
             q_row += end - first
             first = end
