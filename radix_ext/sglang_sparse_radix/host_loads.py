@@ -75,8 +75,8 @@ class HostLoads:
     def update_planes(self) -> None:
         """Compute the planes of what this batch waited for; once a prefill, after the last layer.
 
-        Nothing reads them before: prompts are scored with keys, and requests that decode on these
-        pages come after this batch.
+        Nothing reads them before: prompts are scored with keys, or compute the planes they read
+        themselves, and requests that decode on these pages come after this batch.
         """
         counter = self._pool.layer_transfer_counter
         slots = None if counter is None else self._slots.pop(counter.consumer_index, None)

@@ -36,6 +36,8 @@ KEPT = {
 }
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 ALL_TILES = TILES | {"fraction": 1.0}
+BLOCKS = {"kind": "block_bounds", "fraction": 0.5, "floor": 256, "min_tokens": 256}
+ALL_BLOCKS = BLOCKS | {"fraction": 1.0}
 ONE_LIST = {
     "score": {"kind": "exact", "pool": "heads"},
     "budget": {"kind": "tokens", "tokens": 32768},
@@ -114,15 +116,18 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
-    # Heads of both kinds; lists are kept over four steps.
+    # Heads of both kinds, in prompts too; lists are kept over four steps.
     "streaming": (
         [
             *SPARSE,
             "page_minmax",
             *(
                 "--sparse-config",
-                json.dumps(CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}}),
+                json.dumps(
+                    CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}, "prefill": BLOCKS}
+                ),
             ),
+            *("--chunked-prefill-size", "1024"),
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
         {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
@@ -144,8 +149,11 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             "psa",
             *(
                 "--sparse-config",
-                json.dumps(WHOLE_MASS | {"heads": STREAMING | {"local": 32768}}),
+                json.dumps(
+                    WHOLE_MASS | {"heads": STREAMING | {"local": 32768}, "prefill": ALL_BLOCKS}
+                ),
             ),
+            *("--chunked-prefill-size", "1024"),
             *("--tp", "2", "--disable-cuda-graph"),
         ],
         {},

@@ -31,8 +31,10 @@ def test_windows_as_long_as_the_context_give_the_dense_answers_on_two_ranks(
 ) -> None:
     dense = alone(server("dense"), prompts[:6])
     live = server("streaming-everything")
+    before = live.sparse_state()["prefill_batches"]["sparse"]
     assert alone(live, prompts[:6]) == dense
     state = live.sparse_state()
+    assert state["prefill_batches"]["sparse"] - before >= 6
     assert state["decode_steps"]["sparse"] >= 6 * (TOKENS - 1)
     assert len(state["ranks"]) == 2
     assert state["streaming_heads"] == {"select": sum(STREAMS)}
@@ -69,6 +71,7 @@ def test_a_cached_prefix_and_neighbours_do_not_change_answers(
     live.flush()
     first = live.generate([ids[1]], TOKENS, ignore_eos=True)
     again = live.generate([ids[1]], TOKENS, ignore_eos=True)
+    assert live.sparse_state()["prefill_batches"]["sparse"] > 0
     assert first[0]["meta_info"]["cached_tokens"] == 0
     assert again[0]["meta_info"]["cached_tokens"] >= len(ids[1]) - 64
     assert token_ids(again) == token_ids(first)

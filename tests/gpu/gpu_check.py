@@ -102,6 +102,11 @@ def serve(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     return compared(served_checks.configurations(), args, environment)
 
 
+def prompt(args: argparse.Namespace, environment: dict[str, str]) -> Part:
+    """The same of servers whose prompts select blocks."""
+    return compared(served_checks.prompting_configurations(), args, environment)
+
+
 def draft(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """The same of servers that draft tokens."""
     return compared(served_checks.drafting_configurations(), args, environment)
@@ -191,6 +196,7 @@ def soaked(args: argparse.Namespace, environment: dict[str, str]) -> Part:
 PARTS: dict[str, Callable[[argparse.Namespace, dict[str, str]], Part]] = {
     "kernels": kernels,
     "served": serve,
+    "prompts": prompt,
     "drafts": draft,
     "cascade": cascade,
     "soak": soaked,
@@ -309,7 +315,7 @@ def parse() -> argparse.Namespace:
         "--parts",
         type=names_of(tuple(PARTS)),
         default=list(PARTS),
-        help="kernels,served,drafts,cascade,soak",
+        help="kernels,served,prompts,drafts,cascade,soak",
     )
     add("--out", type=Path, default=ROOT / "build" / "gpu-check.json")
     add("--logs", type=Path, help="folder of logs; that of --out by default")

@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,14 +45,18 @@ WHOLE: dict[str, tuple[dict[str, Any], float]] = {
 }
 # What else a method takes to attend to everything: windows of the whole context.
 FURTHER: dict[str, dict[str, Any]] = {"lserve": {"heads": {"local": 32768}}}
-TILES = {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256}
+# Sparse prompts that attend to everything, by method.
+PROMPTS: dict[str, dict[str, Any]] = {
+    "kascade_sketch": {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256},
+    "lserve": {"kind": "block_bounds", "fraction": 1.0, "min_tokens": 256},
+}
 DRAFTS = 4
 WITH_DRAFTS = " with drafts"
 CHAINS = [
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
     *("--speculative-num-draft-tokens", str(DRAFTS)),
 ]
-SPARSE_PROMPTS = "kascade_sketch with sparse prompts"
+WITH_SPARSE_PROMPTS = " with sparse prompts"
 
 
 def configurations() -> dict[str, list[str]]:
@@ -65,11 +69,21 @@ def configurations() -> dict[str, list[str]]:
         config |= FURTHER.get(method, {})
         found[method] = [*SPARSE[:2], "--sparse-method", method]
         found[method] += ["--sparse-config", json.dumps(config)]
-        if method == "kascade_sketch":
-            config["prefill"] = TILES
-            flags = [*found[method][:-1], json.dumps(config), "--chunked-prefill-size", "2048"]
-            found[SPARSE_PROMPTS] = flags
-    return found
+    return found | dict(prompting(found, "kascade_sketch"))
+
+
+def prompting(found: dict[str, list[str]], *methods: str) -> Iterator[tuple[str, list[str]]]:
+    """The servers of some methods, with sparse prompts."""
+    for method in methods:
+        config = json.loads(found[method][-1]) | {"prefill": PROMPTS[method]}
+        flags = [*found[method][:-1], json.dumps(config), "--chunked-prefill-size", "2048"]
+        yield method + WITH_SPARSE_PROMPTS, flags
+
+
+def prompting_configurations() -> dict[str, list[str]]:
+    """Servers whose prompts select blocks, beside dense."""
+    found = configurations()
+    return {"dense": found["dense"], **dict(prompting(found, "lserve"))}
 
 
 def drafting_configurations() -> dict[str, list[str]]:
@@ -262,7 +276,8 @@ def check_method(
     budget = WHOLE[name.split()[0]][1]
     before = sparse_state(url)["decode_steps"]["sparse"]
     # Sparse prompts read their own chunk as fp8 KV holds it; dense ones before it is rounded.
-    rounded = name == SPARSE_PROMPTS and sparse_state(url)["kv_cache_dtype"] == "fp8_e4m3"
+    sparse_prompts = name.endswith(WITH_SPARSE_PROMPTS)
+    rounded = sparse_prompts and sparse_state(url)["kv_cache_dtype"] == "fp8_e4m3"
     near = SELECTED if rounded else EQUAL
     compare(outcome, f"{name}, full budget", want, alone(url, prompts, budget), noise, near)
     # The equality means nothing unless these steps went through selection.

@@ -105,6 +105,11 @@ BAD_CONFIGS: list[dict[str, object]] = [
     {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 1024, "margin": 1.0}},
     {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 1024, "estimator": "scored"}},
     {"prefill": {"kind": "tile_topk", "fraction": 0.1, "floor": 64}},
+    {"prefill": {"kind": "block_bounds", "fraction": 0.1}},
+    {
+        "score": {"kind": "page_minmax", "logical_page": 16},
+        "prefill": {"kind": "block_bounds", "fraction": 0.1, "floor": 16},
+    },
     {"heads": {"kind": "streaming"}},
     {"heads": {"kind": "streaming", "file": "no/such/file.json"}},
     {"heads": {"kind": "streaming", "streaming": [[0]] * 4, "sink": 100}},

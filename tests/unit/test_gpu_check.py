@@ -188,7 +188,7 @@ def test_reports_of_single_parts_become_one(
     [
         (
             "--parts kernels,nothing",
-            "'kernels,nothing' is not some of kernels, served, drafts, cascade, soak",
+            "'kernels,nothing' is not some of kernels, served, prompts, drafts, cascade, soak",
         ),
         ("--methods quest", "'quest' is not some of sparcas"),
         ("--parts kernels,soak --devices 0", "--devices: 2 parts need as many devices"),
@@ -247,7 +247,12 @@ def test_every_method_is_served_and_may_attend_to_everything() -> None:
     assert model is not None
     longest = served_checks.LENGTHS[-1] + served_checks.TOKENS
     assert {name.split()[0] for name in found} == {"dense", *gpu_check.METHODS}
-    assert served_checks.SPARSE_PROMPTS in found
+    drafted, prompted = (
+        served_checks.drafting_configurations(),
+        served_checks.prompting_configurations(),
+    )
+    assert len(prompted) == 2
+    found |= drafted | prompted
     for name, flags in found.items():
         if name != "dense":
             config = json.loads(flags[flags.index("--sparse-config") + 1])
@@ -255,7 +260,7 @@ def test_every_method_is_served_and_may_attend_to_everything() -> None:
             # What a server would refuse is refused here.
             config_of = resolve(name.split()[0], json.dumps(config), model)
             assert getattr(config_of.budget, "cap", longest) >= longest
-            assert ("prefill" in config) == (name == served_checks.SPARSE_PROMPTS)
+            assert ("prefill" in config) == name.endswith(served_checks.WITH_SPARSE_PROMPTS)
 
 
 def test_the_committed_report_is_complete_and_linked() -> None:

@@ -11,7 +11,7 @@ import torch
 from sglang_sparse.backend.allocate import Heads, allocate
 from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.choices.build import Columns
-from sglang_sparse.choices.prefill.tile_topk import TileBatch, TileRun
+from sglang_sparse.choices.prefill._tiles import TileBatch, TileRun
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import bind_pool_class

@@ -58,8 +58,8 @@ class HeadsCalibration(Choice):
 class StreamingHeads(HeadsChoice):
     """Some KV heads attend to sinks and a local window, the others to what is selected (LServe).
 
-    A request streams where it is sparse: below `min_sparse_tokens`, in prompts, and in layers that
-    attend to everything, all heads do.
+    A request streams where it is sparse: below `min_sparse_tokens`, and in layers that attend to
+    everything, all heads do. Prompts stream under prefill `block_bounds` alone.
     """
 
     kind: Literal["streaming"] = "streaming"

@@ -1,40 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill `tile_topk`: prompt tokens in tiles that select what they attend to (Kascade, 3.4).
-
-Prefill is not captured in graphs, so buffers are sized by the batch. Layers have the same role as
-in
-decoding: layers that select do so for each tile, and the others take the last anchor's selection.
-"""
+"""Prefill `tile_topk`: tiles of prompt tokens select by their own attention (Kascade, 3.4)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
 from sglang_sparse.choices.interfaces import PrefillChoice, ScoreChoice
+from sglang_sparse.choices.prefill._tiles import TileRun, TileStep
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.interfaces import Point
     from sglang_sparse_kernels.common import Impl
     from sglang_sparse_kernels.exact import Pool
-    from sglang_sparse_kernels.records import KVScales, KVView, Lists, Scores, Softmax
-    from sglang_sparse_kernels.select import TopkWorkspace
-    from sglang_sparse_kernels.tiles import TilePlan
-
-TILE_QUERIES = 128  # of all heads of a group together
-# Limit of the scores of one pass. More tiles take several passes.
-_SCORE_BYTES = 256 << 20
-_ALIGNMENT = 16
-_LEAST_WIDTH = 16384
-# Some kernels are launched differently for batches of few rows.
-_FEW_TILES, _MANY_TILES = 1, 64
+    from sglang_sparse_kernels.records import Always
 
 
 class TilePrefill(PrefillChoice):
@@ -78,60 +61,17 @@ class TilePrefill(PrefillChoice):
     ) -> TileRun | None:
         pool = score.tile_pool
         assert pool is not None  # check refused it
-        return TileRun(self, build, pool, programs) if programs else None
-
-
-@dataclass(frozen=True)
-class TileBatch:
-    """One prefill batch.
-
-    Attributes:
-        plan: its tiles, T of them.
-        indices: int32 [T, lists, capacity], what the last selecting layer chose.
-        counts: int32 [T, lists].
-        scores, topk: of the tiles of one pass.
-    """
-
-    plan: TilePlan
-    indices: torch.Tensor
-    counts: torch.Tensor
-    scores: Scores
-    topk: TopkWorkspace
-
-
-@dataclass(frozen=True)
-class TileStep:
-    """One layer of a prefill batch.
-
-    Attributes:
-        batch: its tiles and their buffers.
-        q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
-        kv: this layer's KV rows, a row of the page table a tile.
-        lists: what the layer writes, if it selects, and reads.
-        softmax: scale and cap of the logits.
-        out: [tokens, q_heads, head_dim].
-    """
-
-    batch: TileBatch
-    q: torch.Tensor
-    kv: KVView
-    lists: Lists
-    softmax: Softmax
-    out: torch.Tensor
-
-
-class TileStage(Protocol):
-    """A part of a layer's prefill."""
-
-    def run(self, step: TileStep) -> None:
-        """Do this part for the tiles of ``step``."""
+        select = SelectTiles(build.impl, build.always, pool)
+        return TileRun(self, build, programs, lambda _: select) if programs else None
 
 
 @dataclass(frozen=True)
 class SelectTiles:
     """Scores the tokens before each tile and selects the best, pass by pass."""
 
-    run_of: TileRun
+    impl: Impl
+    always: Always
+    pool: Pool
 
     def run(self, step: TileStep) -> None:
         """Write the lists of every tile."""
@@ -140,7 +80,7 @@ class SelectTiles:
         from sglang_sparse_kernels.select import select_topk
         from sglang_sparse_kernels.tiles import tile_score
 
-        batch, own = step.batch, self.run_of
+        batch = step.batch
         rows, tiles = len(batch.scores.values), batch.plan.rows.num_rows
         for start in range(0, tiles, rows):
             part = batch.plan.part(start, min(start + rows, tiles))
@@ -148,175 +88,9 @@ class SelectTiles:
             scores = batch.scores.rows(count)
             kv = replace(step.kv, page_table=part.rows.page_table)
             tile_score(
-                step.q, kv, part, softmax=step.softmax, pool=own.pool, out=scores, impl=own.impl
+                step.q, kv, part, softmax=step.softmax, pool=self.pool, out=scores, impl=self.impl
             )
             select_topk(
                 scores, part.rows, replace(step.lists, rows=part.rows.request_slots, head_map=None),
-                always=own.always, workspace=batch.topk.rows(count), impl=own.impl,
+                always=self.always, workspace=batch.topk.rows(count), impl=self.impl,
             )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AttendTiles:
-    """Attention of each tile to its list and to itself."""
-
-    impl: Impl
-
-    def run(self, step: TileStep) -> None:
-        """Write the output of every tile."""
-        from sglang_sparse_kernels.tiles import tile_attention
-
-        tile_attention(
-            step.q, step.kv, step.batch.plan, step.lists, softmax=step.softmax, out=step.out,
-            impl=self.impl,
-        )  # fmt: skip
-
-
-class TileRun:
-    """Plans prefill batches as tiles, and runs the layers that select or reuse."""
-
-    def __init__(
-        self, choice: TilePrefill, build: Build, pool: Pool, programs: dict[int, LayerProgram]
-    ) -> None:
-        """``programs`` are the layers' decode programs: their roles, maps and keys are used."""
-        from sglang_sparse_kernels.tiles import tile_tokens_of
-
-        self.choice, self.impl, self.always, self.pool = choice, build.impl, build.always, pool
-        self.page_size, self.query_heads = build.pool.page_size, build.query_heads
-        self.lists = build.limits.lists
-        self.programs = programs
-        group = self.query_heads // build.pool.head_num
-        self.tile_tokens = tile_tokens_of(TILE_QUERIES, group, self.page_size)
-        select, attend = SelectTiles(self), AttendTiles(build.impl)
-        self.stages: dict[int, list[TileStage]] = {}
-        for layer, program in programs.items():
-            selects: list[TileStage] = [select] if program.role.selects else []
-            self.stages[layer] = [*selects, attend] if program.attends else selects
-
-    def plan(
-        self,
-        page_table: torch.Tensor,
-        prefix_lens: Sequence[int],
-        extend_lens: Sequence[int],
-        dense: Sequence[bool],
-    ) -> TileBatch | None:
-        """The tiles of a batch, or None if no tile selects, so that the batch runs densely.
-
-        Args:
-            page_table: int32 [requests, max_pages].
-            prefix_lens, extend_lens: cached and new tokens of each request, on the host.
-            dense: whether each request asked to be dense; may be empty if none did.
-        """
-        import torch
-
-        from sglang_sparse_kernels.records import make_scores
-        from sglang_sparse_kernels.select import make_topk_workspace
-        from sglang_sparse_kernels.tiles import plan_tiles
-
-        longest = max((p + n for p, n in zip(prefix_lens, extend_lens, strict=True)), default=0)
-        if longest <= self.choice.min_tokens:
-            return None
-        plan = plan_tiles(
-            page_table,
-            prefix_lens,
-            extend_lens,
-            tile_tokens=self.tile_tokens,
-            min_tokens=self.choice.min_tokens,
-            floor=self.choice.floor,
-            fraction=self.choice.fraction,
-            dense=dense,
-        )
-        if plan.max_units == 0:
-            return None
-        tiles, device = plan.rows.num_rows, page_table.device
-        width, capacity = self._shape(plan, page_table.shape[1])
-        rows = min(tiles, _aligned(_SCORE_BYTES // (4 * self.lists * width)))
-        return TileBatch(
-            plan=plan,
-            indices=torch.empty((tiles, self.lists, capacity), dtype=torch.int32, device=device),
-            counts=torch.zeros((tiles, self.lists), dtype=torch.int32, device=device),
-            scores=make_scores(rows, self.lists, width, device),
-            topk=make_topk_workspace(rows, self.lists, width, capacity, device),
-        )
-
-    def _shape(self, plan: TilePlan, max_pages: int) -> tuple[int, int]:
-        """Widths in tokens of a row of scores, and of a list.
-
-        Kernels are compiled for each width, so few widths are used: powers of two up to the longest
-        context.
-        """
-        from sglang_sparse_kernels.common import next_power_of_2
-        from sglang_sparse_kernels.tiles import tile_budget
-
-        if self.impl != "triton":
-            return _aligned(plan.max_tail), plan.max_units
-        width = max(_LEAST_WIDTH, next_power_of_2(plan.max_tail))
-        width = min(width, _aligned(max_pages * self.page_size))
-        most = tile_budget(width, floor=self.choice.floor, fraction=self.choice.fraction)
-        return width, _aligned(most)
-
-    def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
-        """Run every kernel once in every shape, so that no prompt waits for the compiler.
-
-        Args:
-            max_pages: columns of the page tables that batches will have.
-            dtype: dtype of the queries that batches will have.
-        """
-        import torch
-
-        from sglang_sparse_kernels.records import KVScales, Softmax
-
-        if self.impl != "triton":
-            return
-        programs = self.programs.values()
-        kinds = {(p.role.selects, p.attends, p.head_map is None): p.layer for p in programs}
-        keys = next(iter(programs)).k
-        table = torch.zeros((1, max_pages), dtype=torch.int32, device=keys.device)
-        # The last tiles of a context of each width. Every entry of its page table is page 0.
-        longest, width = max_pages * self.page_size, _LEAST_WIDTH
-        while width < 2 * longest:
-            for tiles in _FEW_TILES, _MANY_TILES:
-                new = min(tiles * self.tile_tokens, longest)
-                shape = (new, self.query_heads, keys.shape[2])
-                q = torch.zeros(shape, dtype=dtype, device=keys.device)
-                batch = self.plan(table, [min(width, longest) - new], [new], [])
-                if batch is not None:
-                    for layer in kinds.values():
-                        self.run(batch, layer, q, Softmax(1.0), KVScales())
-            width *= 2
-
-    def run(
-        self, batch: TileBatch, layer: int, q: torch.Tensor, softmax: Softmax, kv_scales: KVScales
-    ) -> torch.Tensor:
-        """Select, if the layer does, and attend, unless it attends to everything.
-
-        Args:
-            batch: from :meth:`plan`.
-            layer: global id of a layer that selects or reuses.
-            q: [tokens, q_heads, head_dim]; the keys of these tokens are in the pool.
-            softmax: how products become the layer's logits.
-            kv_scales: of the layer's rows.
-
-        Returns:
-            [tokens, q_heads, head_dim]; zeros if the layer attends to everything.
-        """
-        import torch
-
-        from sglang_sparse_kernels.records import Lists
-
-        program, plan = self.programs[layer], batch.plan
-        step = TileStep(
-            batch=batch,
-            q=q,
-            kv=program.kv(plan.rows.page_table, self.page_size, kv_scales),
-            lists=Lists(batch.indices, batch.counts, plan.rows.request_slots, 1, program.head_map),
-            softmax=softmax,
-            out=torch.zeros(q.shape, dtype=q.dtype, device=q.device),
-        )
-        for stage in self.stages[layer]:
-            stage.run(step)
-        return step.out
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

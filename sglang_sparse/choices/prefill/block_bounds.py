@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill `block_bounds`: tiles of prompt tokens select blocks by bounds of their mean query.
+
+MInference (arXiv 2407.02490, section 3.2) pools queries and keys to their means; here the mean
+query of a tile is scored against the cuboid of each logical page, as LServe's decoding does
+(arXiv 2502.14866, section 3.5). Heads that stream see their windows alone (section 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
+from sglang_sparse.choices.interfaces import PrefillChoice, ScoreChoice
+from sglang_sparse.choices.prefill._tiles import TileRun, TileStep
+from sglang_sparse.choices.score._pages import PageScoreChoice
+
+if TYPE_CHECKING:
+    from sglang_sparse.choices.build import Build, LayerProgram
+    from sglang_sparse.choices.interfaces import Point
+
+
+class BlockPrefill(PrefillChoice):
+    """Tiles of prompt tokens attend to their best blocks and to themselves, by bounds of pages."""
+
+    # A chunk's selections are kept to its last layer.
+    most_chunk: ClassVar[int | None] = 16384
+
+    kind: Literal["block_bounds"] = "block_bounds"
+    fraction: float = Field(
+        ge=1 / MILLION, le=1.0, description="Share of the tokens before a tile, to one millionth."
+    )
+    floor: int = Field(
+        default=1024, ge=1, le=MAX_COUNT, description="Fewest tokens a tile selects."
+    )
+    min_tokens: int = Field(
+        default=8192, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
+    )
+
+    @property
+    def sparse_from(self) -> int:
+        return self.min_tokens
+
+    def check(self, point: Point) -> None:
+        if not isinstance(point.score, PageScoreChoice):
+            raise InvalidConfig(
+                f"prefill.kind {self.kind} scores bounds of pages, score {point.score.kind} has "
+                "none",
+                allowed=f"prefill.kind {self.kind} with score page_minmax or page_mean",
+                remedy="set prefill.kind to dense or tile_topk, or choose another score",
+            )
+        if self.floor < point.least_tokens:
+            raise InvalidConfig(
+                f"prefill.floor {self.floor} cannot hold what a list always holds, in units of "
+                f"{point.unit} tokens, and one unit more",
+                allowed=f"prefill.floor of at least {point.least_tokens}",
+                remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
+            )
+
+    def build(
+        self, build: Build, score: ScoreChoice, programs: dict[int, LayerProgram]
+    ) -> TileRun | None:
+        assert isinstance(score, PageScoreChoice)  # check refused it
+
+        def select(layer: int) -> SelectBlocks:
+            return SelectBlocks(build, score, layer, programs[layer])
+
+        return TileRun(self, build, programs, select, windows=True) if programs else None
+
+
+@dataclass(frozen=True)
+class SelectBlocks:
+    """Scores the blocks before each tile by its mean query, and selects the best, pass by pass."""
+
+    build: Build
+    score: PageScoreChoice
+    layer: int
+    program: LayerProgram
+
+    def run(self, step: TileStep) -> None:
+        """Write the lists of every tile."""
+        import torch
+
+        from sglang_sparse_kernels.score import page_minmax_score
+        from sglang_sparse_kernels.select import select_topk
+        from sglang_sparse_kernels.tiles import tile_mean
+
+        self._update_planes(step)
+        batch, impl, unit = step.batch, self.build.impl, self.build.unit
+        rows, tiles = len(batch.scores.values), batch.plan.rows.num_rows
+        mean = torch.empty((tiles, *step.q.shape[1:]), dtype=step.q.dtype, device=step.q.device)
+        tile_mean(step.q, batch.plan, out=mean, impl=impl)
+        pages = self.build.cuboids(self.layer, self.score.cuboids(bound=False))
+        unread = self.build.kinds.unread.get(self.layer)
+        # The page that a tile ends the domain with may hold tokens of the tile itself: its bounds
+        # follow from where the chunk ends. So it is not left to its score.
+        always = replace(self.build.always, recent=max(1, self.build.always.recent))
+        for start in range(0, tiles, rows):
+            part = batch.plan.part(start, min(start + rows, tiles)).rows
+            count = part.num_rows
+            scores = replace(batch.scores.rows(count), unread=unread)
+            page_minmax_score(
+                mean[start : start + count], pages, part, unit=unit, reduce=self.score.reduce,
+                out=scores, impl=impl,
+            )  # fmt: skip
+            select_topk(
+                scores, part, replace(step.lists, rows=part.request_slots, head_map=None),
+                always=always, workspace=batch.topk.rows(count), impl=impl,
+            )  # fmt: skip
+
+    def _update_planes(self, step: TileStep) -> None:
+        """Bring this layer's cuboids up to date: the pool does so only after the last layer."""
+        import torch
+
+        from sglang_sparse_kernels.planes import PlaneBuffers, update_planes
+
+        pool, spans = self.build.pool, step.batch.spans
+        index, plane = pool.plane_of(self.layer), self.score.cuboids(bound=False)
+        kept = pool.planes.tensors()
+        own = {name: kept[name][index : index + 1] for name in plane.names}
+        # A prefix that is being loaded from the host has no planes before the batch's end.
+        loaded = pool.layer_transfer_counter is not None
+        start = torch.zeros_like(spans.prefix) if loaded else spans.prefix
+        keys = self.program.k
+        update_planes(
+            [keys],
+            torch.tensor([keys.data_ptr()], dtype=torch.uint64).to(keys.device),
+            PlaneBuffers(**own, logical_page=plane.logical_page),
+            spans.page_table,
+            start,
+            spans.end,
+            page_size=pool.page_size,
+            max_new_tokens=spans.longest,
+            impl=self.build.impl,
+        )

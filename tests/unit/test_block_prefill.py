@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefill `block_bounds`: what tiles select, and that cuts of a prompt do not change a bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from sglang_sparse.backend.allocate import Heads, allocate
+from sglang_sparse.backend.program import compile_programs
+from sglang_sparse.choices.build import Columns
+from sglang_sparse.choices.prefill._tiles import TileBatch, TileRun
+from sglang_sparse.config import SparseConfig
+from sglang_sparse_kernels.records import KVScales, Softmax
+from sglang_sparse_radix.planes_spec import PlaneSpec
+from sglang_sparse_radix.pool import bind_pool_class
+
+HEADS, GROUP, DIM, PAGE, LENGTH = 2, 4, 64, 64, 421
+SINK, LOCAL, UNIT, PAGES = 64, 64, 32, 9
+
+
+def config_of() -> SparseConfig:
+    return SparseConfig.model_validate(
+        {
+            "layers": {"kind": "every"},
+            "score": {"kind": "page_minmax", "logical_page": 16, "select": UNIT},
+            "budget": {"kind": "tokens", "tokens": 128},
+            "heads": {
+                "kind": "streaming", "sink": SINK, "local": LOCAL, "streaming": [[1]],
+            },
+            "prefill": {
+                "kind": "block_bounds", "fraction": 0.4, "floor": 128, "min_tokens": 160,
+            },
+            "sink_tokens": 16,
+            "recent_tokens": 32,
+        }
+    )  # fmt: skip
+
+
+class Prompt:
+    """One layer, one prompt: its queries and keys, and a pool that it is written to by parts."""
+
+    def __init__(self, seed: int = 0) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(LENGTH, HEADS * GROUP, DIM, generator=rng).bfloat16()
+        self.k = torch.randn(LENGTH, HEADS, DIM, generator=rng).bfloat16()
+        self.v = torch.randn(LENGTH, HEADS, DIM, generator=rng).bfloat16()
+        self.table = (torch.randperm(PAGES, generator=rng)[None] + 1).int()
+
+    def slots(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.table[0].long()[positions // PAGE] * PAGE + positions % PAGE
+
+    def run(self, ends: list[int], impl: str) -> tuple[torch.Tensor, TileBatch]:
+        """The output of a prompt that is prefilled up to each of ``ends``, and its last batch."""
+        config = config_of()
+        spec = PlaneSpec(planes=config.score.planes())
+        pool = bind_pool_class(spec, impl)(
+            (PAGES + 1) * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=HEADS,
+            head_dim=DIM, layer_num=1, device="cpu", enable_memory_saver=False, start_layer=0,
+            end_layer=1,
+        )  # fmt: skip
+        pool.k_buffer[0].fill_(float("nan"))
+        pool.v_buffer[0].fill_(float("nan"))
+        for plane in pool.planes.tensors().values():
+            plane.fill_(float("nan"))
+        heads, columns = Heads(HEADS * GROUP, HEADS, DIM, 0, HEADS), Columns(2, torch.device("cpu"))
+        build = allocate(config, pool, heads, columns, max_context=PAGES * PAGE, impl=impl)
+        score, budget = config.score.build(build), config.budget.build(build, config.score)
+        programs = compile_programs(config, build, score, budget)
+        prefill = config.prefill.build(build, config.score, programs)
+        assert isinstance(prefill, TileRun)
+        out = torch.full_like(self.q, float("nan"))
+        for start, end in pairwise([0, *ends]):
+            at = self.slots(torch.arange(start, end))
+            pool.k_buffer[0][at], pool.v_buffer[0][at] = self.k[start:end], self.v[start:end]
+            batch = prefill.plan(self.table, [start], [end - start], [])
+            if batch is not None:
+                q = self.q[start:end]
+                out[start:end] = prefill.run(batch, 0, q, Softmax(DIM**-0.5), KVScales())
+            spans = [torch.tensor([n], dtype=torch.int32) for n in (start, end)]
+            pool.update_planes(self.table, *spans, max_new_tokens=end - start)
+        return out, batch
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_prompt_that_is_cut_or_cached_answers_with_the_same_bits(impl: str) -> None:
+    prompt = Prompt()
+    whole, _ = prompt.run([LENGTH], impl)
+    assert not whole.isnan().any()
+    cut, _ = prompt.run([256, 320, LENGTH], impl)
+    assert torch.equal(cut[256:], whole[256:])
+
+
+def test_a_tile_selects_the_blocks_of_the_largest_bounds_of_its_mean_query() -> None:
+    prompt = Prompt(3)
+    _, batch = prompt.run([LENGTH], "triton")
+    rows, checked = batch.plan.rows, 0
+    for tile in range(rows.num_rows):
+        tail, kept = int(rows.tail_start[tile]), int(rows.k_units[tile])
+        if not kept:
+            continue
+        first, end = int(rows.update_start[tile]), int(rows.seq_lens[tile])
+        # Rounded as the operator says: the mean of a tile is in the queries' dtype.
+        mean = prompt.q[first:end].float().mean(0).bfloat16().double()[:GROUP]
+        keys = prompt.k[:, 0].double()
+        pages = [keys[p : min(p + 16, LENGTH)] for p in range(0, tail, 16)]
+        up, low = (torch.stack([f(p, 0) for p in pages]) for f in (torch.amax, torch.amin))
+        bounds = torch.maximum(mean[:, None] * up, mean[:, None] * low).sum(-1).amax(0)
+        units = -(-tail // UNIT)
+        joined = torch.stack([bounds[2 * u : 2 * u + 2].max() for u in range(units)])
+        forced = [u for u in range(units) if u * UNIT < 16 or u >= (tail - 32) // UNIT]
+        joined[forced] = float("inf")
+        got = batch.indices[tile, 0, : int(batch.counts[tile, 0])].tolist()
+        assert got == sorted(set(got))
+        assert len(got) == min(kept, units)
+        assert set(forced) <= set(got)
+        left = [u for u in range(units) if u not in got]
+        if left:
+            # fp32 sums of products of bf16 numbers: far below the gaps that count.
+            assert joined[got].min() >= joined[left].max() - 1e-3
+            checked += 1
+    assert checked > 2
+
+
+def test_a_head_that_streams_sees_its_window_alone() -> None:
+    prompt = Prompt(5)
+    whole, _ = prompt.run([LENGTH], "triton")
+    at = LENGTH - 1
+    seen = torch.tensor([p for p in range(LENGTH) if p < SINK or p > at - LOCAL])
+    logits = prompt.q[at, GROUP:].double() @ prompt.k[seen, 1].double().T * DIM**-0.5
+    want = logits.softmax(-1) @ prompt.v[seen, 1].double()
+    # P is rounded to bf16 before PV, and the output once more: 2 u of sums of |V| below 4.
+    assert (whole[at, GROUP:].double() - want).abs().max() <= 2 * 2**-8 * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"score": {"kind": "exact"}}, "scores bounds of pages, score exact has none"),
+        ({"prefill": {"kind": "block_bounds", "fraction": 0.1, "floor": 16}}, "cannot hold"),
+    ],
+)
+def test_what_it_cannot_score_or_hold_is_refused_by_name(
+    change: dict[str, object], line: str
+) -> None:
+    content = config_of().model_dump() | change
+    with pytest.raises(ValidationError, match=line):
+        SparseConfig.model_validate(content)
