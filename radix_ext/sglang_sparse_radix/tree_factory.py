@@ -79,6 +79,7 @@ def create_sparse_radix_cache(
             "start without --enable-hierarchical-cache"
         )
     tree: Any = host_tier(ctx.params, of_request, server_args=ctx.server_args)
+    tree.forward_stream = ctx.tp_worker.model_runner.forward_stream
     ctx.tp_worker.register_hicache_layer_transfer_counter(tree.cache_controller.layer_done_counter)
     return tree
 

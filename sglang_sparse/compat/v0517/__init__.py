@@ -118,6 +118,7 @@ SEAMS = (
     f"{_HOST_TREE}._inc_hit_count",
     f"{_HOST_TREE}._update_host_leaf_status",
     f"{_HOST_TREE}.ready_to_load_host_cache",
+    f"{_HOST_TREE}.write_backup",
     f"{_HOST_TREE}.attach_storage_backend",
     f"{_CONTROLLER}.load",
     f"{_CONTROLLER}.start_loading",

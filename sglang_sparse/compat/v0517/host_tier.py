@@ -8,8 +8,10 @@ branch. Seams (under ``sglang/srt``):
     ``insert`` is a loop from the root, and of one extra key: :meth:`._insert_section` is the same
     below any node. ``ready_to_load_host_cache`` starts the loads of a prefill batch that is made;
     ``attach_storage_backend`` is asked over HTTP.
-``managers/cache_controller.py: HiCacheController.load_queue``
-    Loads that were asked for and not started yet.
+``managers/cache_controller.py: HiCacheController.load_queue``, ``load_stream``, ``write_stream``
+    Loads that were asked for and not started yet; the streams that copies run on. Both wait for the
+    scheduler's stream alone. Later versions let loads wait for ``ModelRunner.forward_stream``
+    (``model_executor/model_runner.py``), too.
 ``mem_cache/base_prefix_cache.py: MatchResult``
     ``last_device_node`` is the last one with KV on the device, ``last_host_node`` with KV on the
     host; ``host_hit_length`` counts what is to be loaded.
@@ -32,12 +34,28 @@ if TYPE_CHECKING:
 
 
 class BranchingHiRadixCache(BranchingRadixCache, HiRadixCache):
-    """`HiRadixCache` with branches for KV that saw sparse attention, and `PlaneReuse` counts."""
+    """`HiRadixCache` with branches for KV that saw sparse attention, and `PlaneReuse` counts.
+
+    Attributes:
+        forward_stream: that of the forward passes. With the overlap scheduler a step is in flight
+            when a request ends: it has yet to write the last of the KV that enters the tree, and
+            writes to pages that are freed. So copies to and from the host go behind it.
+    """
+
+    forward_stream: Any
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        """See `HiRadixCache`; waits for the step in flight."""
+        self.cache_controller.write_stream.wait_stream(self.forward_stream)
+        written: int = super().write_backup(node, write_back=write_back)
+        return written
 
     def ready_to_load_host_cache(self) -> int:
         """See `HiRadixCache`; the pool is told what is loaded, so that planes are computed."""
         queue = self.cache_controller.load_queue
         slots = [operation.device_indices for operation in queue]
+        if slots:
+            self.cache_controller.load_stream.wait_stream(self.forward_stream)
         consumer: int = super().ready_to_load_host_cache()
         if slots:
             loaded = torch.cat(slots)

@@ -25,18 +25,31 @@ from sglang.srt.runtime_context import get_server_args
 from sglang_sparse_radix.branches import Branch
 from sglang_sparse_radix.host_pool import PlainHostPool
 
+FORWARD_STREAM = torch.cpu.Stream()
+
+
+class TransferStream(torch.cpu.Stream):
+    """Knows which stream it was told to wait for."""
+
+    waits_for: object = None
+
+    def wait_stream(self, stream: object) -> None:
+        """See `torch.cuda.Stream`."""
+        self.waits_for = stream
+
 
 class LateHostPool(PlainHostPool):
     """Copies a layer when it is waited for, and tells who owns what was copied.
 
-    What goes to the host while a forward pass is in flight goes behind it: the pass may still have
-    to write the last of it.
+    What goes to the host while a forward pass is in flight is copied at once, before the pass has
+    written the last of it, unless the copy was told to wait for it.
     """
 
     late: list[list[Callable[[], None]]]
     moved: Callable[[list[int], list[int], bool], None]
     in_flight = False
     behind: list[Callable[[], None]]
+    write_stream: TransferStream
 
     def load_to_device_per_layer(
         self, device_pool, host_indices, device_indices, layer_id, io_backend
@@ -52,14 +65,14 @@ class LateHostPool(PlainHostPool):
             arguments = (device_pool, host_indices, device_indices, io_backend)
             PlainHostPool.backup_from_device_all_layer(self, *arguments)
 
-        if self.in_flight:
+        if self.in_flight and self.write_stream.waits_for is FORWARD_STREAM:
             self.behind.append(copy_now)
         else:
             copy_now()
 
     def land(self) -> None:
         """End the forward pass that is in flight."""
-        self.in_flight = False
+        self.in_flight, self.write_stream.waits_for = False, None
         while self.behind:
             self.behind.pop(0)()
 
@@ -80,7 +93,10 @@ class HostTierSide(MemorySide):
         flags = {"enable_hierarchical_cache": True, "hicache_storage_backend": None} | flags
         for name, value in flags.items():
             object.__setattr__(server_args, name, value)
-        self.worker = SimpleNamespace(register_hicache_layer_transfer_counter=self._register)
+        self.worker = SimpleNamespace(
+            register_hicache_layer_transfer_counter=self._register,
+            model_runner=SimpleNamespace(forward_stream=FORWARD_STREAM),
+        )
         build = {"server_args": server_args, "enable_hierarchical_cache": True}
         build["tp_worker"] = self.worker
         original = hiradix_cache.get_mha_host_pool_cls
@@ -91,7 +107,9 @@ class HostTierSide(MemorySide):
             hiradix_cache.get_mha_host_pool_cls = original
         self.host = self.tree.token_to_kv_pool_host
         self.host.late, self.host.moved = [[] for _ in range(LAYERS)], self._moved
-        self.host.behind = []
+        controller = self.tree.cache_controller
+        controller.load_stream, controller.write_stream = TransferStream(), TransferStream()
+        self.host.behind, self.host.write_stream = [], controller.write_stream
         self.allocator.debug_mode = True
         for name in ("load_back", "_evict_backuped", "evict_host", "_put_on_device"):
             self._count_calls(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import hypothesis.strategies as st
 import pytest
 import torch
-from host_tier_harness import HostTierSide
+from host_tier_harness import FORWARD_STREAM, HostTierSide
 from hypothesis.stateful import initialize, precondition, rule
 from radix_harness import MemorySide
 from radix_parts import DIM, HEADS, LAYERS, VOCAB
@@ -211,6 +211,25 @@ def test_what_comes_back_is_what_went(side):
         assert torch.equal(side.pool.k_buffer[layer][back], expected)
     side.check()
     assert side.tree.plane_reuse.recomputed_pages == 5
+
+
+def test_a_page_that_a_step_in_flight_completes_goes_to_the_host_behind_it(side):
+    tokens = side_tokens(side, 2 * P - 1)
+    req = side.submit(tokens)
+    side.prefill(400)
+    side.decode(finish=0, overlap=True)
+    slots = side.tree._slots_on_device()
+    assert len(slots) == 2 * P
+    keys = [keys[slots].clone() for keys in side.pool.k_buffer]
+    send_to_host(side)
+    poison(side)
+    again = side.submit([*tokens, *req.output_ids, 1])
+    side.prefill(400)
+    assert again.cached_tokens_host == 2 * P
+    assert side.tree.cache_controller.load_stream.waits_for is FORWARD_STREAM
+    for layer, expected in enumerate(keys):
+        assert torch.equal(side.pool.k_buffer[layer][again.prefix_indices[: 2 * P]], expected)
+    side.check()
 
 
 def load_for_nobody(side: HostTierSide) -> list[int]:
