@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.tasks import NEEDLE_TASKS, TASKS
+from sglang_sparse.tasks import NEEDLE_TASKS, RULER_TASKS
 
 Cell = dict[str, Any]
 Key = tuple[str, int, int, str]
@@ -68,7 +68,7 @@ def dense_table(results: Results) -> str:
     """Dense and window, every task and length."""
     head = ["task", *(f"dense {n // 1024}K" for n in results.lengths), "window 4K"]
     rows = []
-    for task in TASKS:
+    for task in RULER_TASKS:
         cells = [results.get(("dense", 0, 0, "max"), task, n) for n in results.lengths]
         window = results.get(("window", 0, 0, "max"), task, 4096)
         rows.append([task, *map(percent, cells), percent(window)])

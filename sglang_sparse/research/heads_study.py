@@ -21,7 +21,7 @@ from sglang_sparse.config import SparseConfig, StreamingHeads, load_preset
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import Study
-from sglang_sparse.tasks import TASKS, FileEncoder, wilson
+from sglang_sparse.tasks import RULER_TASKS, TASKS, FileEncoder, wilson
 
 
 def masks_of(config: SparseConfig, kv_heads: int, seed: int) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def main() -> None:
     p.add_argument("--count", type=int, default=48, help="samples a cell")
     p.add_argument("--seed", type=int, default=7)
     p.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384])
-    p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    p.add_argument("--tasks", nargs="+", default=list(RULER_TASKS), choices=list(TASKS))
     args = p.parse_args()
     config = load_preset("reference", args.preset)
     device = "cuda" if torch.cuda.is_available() else "cpu"

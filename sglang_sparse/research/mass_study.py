@@ -24,7 +24,7 @@ from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import Study, part_rows
-from sglang_sparse.tasks import TASKS, FileEncoder
+from sglang_sparse.tasks import RULER_TASKS, FileEncoder
 
 KEEP = 0.98
 BUDGETS = (96, 112, 128, 144, 160, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
@@ -258,7 +258,7 @@ def main() -> None:
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
-    p.add_argument("--tasks", nargs="+", default=list(TASKS))
+    p.add_argument("--tasks", nargs="+", default=list(RULER_TASKS))
     p.add_argument("--score", choices=["page_mean", "page_minmax", "sparcas"], default="page_mean")
     p.add_argument("--page", type=int, default=16, help="tokens of a block; sparcas ranks tokens")
     p.add_argument("--channels", type=int, default=16, help="channels that sparcas scores with")

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, FileEncoder
 from sglang_sparse.tasks.layout import ContextBuilder
 from sglang_sparse.tasks.needles import depths, pick
-from sglang_sparse.tasks.registry import TASKS
+from sglang_sparse.tasks.registry import RULER_TASKS, TASKS
 from sglang_sparse.tasks.sample import FillerStyle, Needle, Problem, Question
 from sglang_sparse.tasks.words import Split, keys, values
 
-TRAIN_TASKS = (*TASKS, "fact")
+TRAIN_TASKS = (*RULER_TASKS, "fact")
 _MIXED = (
     "single_key",
     "multi_key",

@@ -27,7 +27,7 @@ from sglang_sparse.research.export import load
 from sglang_sparse.research.mass_study import MassStudy
 from sglang_sparse.research.policies import Kind, Policy
 from sglang_sparse.research.study import Study
-from sglang_sparse.tasks import TASKS, FileEncoder, wilson
+from sglang_sparse.tasks import RULER_TASKS, TASKS, FileEncoder, wilson
 
 MODEL = "reference"
 PRESETS = ("psa", "psa_sketch", "sparcas", "page_minmax")
@@ -100,7 +100,7 @@ def main() -> None:
     p.add_argument("--count", type=int, default=192, help="samples a cell")
     p.add_argument("--seed", type=int, default=5)
     p.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8192])
-    p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    p.add_argument("--tasks", nargs="+", default=list(RULER_TASKS), choices=list(TASKS))
     args = p.parse_args()
     named = {name: policy_of(load_preset(MODEL, name)) for name in args.presets}
     device = "cuda" if torch.cuda.is_available() else "cpu"

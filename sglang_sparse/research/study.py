@@ -23,6 +23,8 @@ from sglang_sparse.research.model import Attend, ReferenceModel
 from sglang_sparse.research.policies import WINDOW, Kind, Policy, Reduce
 from sglang_sparse.tasks import (
     NEEDLE_TASKS,
+    READING_TASKS,
+    RULER_TASKS,
     TASKS,
     FileEncoder,
     Sample,
@@ -34,7 +36,7 @@ from sglang_sparse.tasks.encoding import END
 
 SELECTORS: tuple[Kind, ...] = ("oracle", "sparcas", "page_minmax")
 BUDGETS = (64, 128, 256, 512, 1024)
-RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking")
+RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking", *READING_TASKS)
 PARTS = ("text", "ablation", "table", "variants")
 VARIANTS: tuple[tuple[Reduce, int], ...] = (
     ("max", 1),
@@ -211,7 +213,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--lengths", type=numbers, default=[4096, 8192, 16384])
-    p.add_argument("--tasks", type=names, default=list(TASKS))
+    p.add_argument("--tasks", type=names, default=list(RULER_TASKS))
     p.add_argument("--budgets", type=numbers, default=list(BUDGETS), help="0 for none")
     p.add_argument("--selectors", type=names, default=list(SELECTORS))
     p.add_argument("--parts", type=names, default=list(PARTS), help=f"any of {', '.join(PARTS)}")

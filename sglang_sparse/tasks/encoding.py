@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,12 @@ CHAT_TEMPLATE = (
     "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+
+
+def split_turns(chat: str) -> list[tuple[str, str]]:
+    """``(role, message)`` of each turn of ``chat``, which begins and ends as a user's message."""
+    parts = re.split(r"<\|end\|><\|(user|assistant)\|>", chat)
+    return list(zip(["user", *parts[1::2]], parts[::2], strict=True))
 
 
 class Encoder(Protocol):

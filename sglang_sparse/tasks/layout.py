@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sglang_sparse.tasks.corpus import NOISE, documents
-from sglang_sparse.tasks.encoding import Encoder
+from sglang_sparse.tasks.encoding import ASSISTANT, END, USER, Encoder
 from sglang_sparse.tasks.sample import FillerStyle, Needle
 from sglang_sparse.tasks.words import Split
 
@@ -101,7 +101,7 @@ class ContextBuilder:
             text = "".join(body)
             return Context(text, np.asarray(self.encoder.encode(text), dtype=np.int32), ())
         order = sorted(range(len(needles)), key=lambda i: needles[i].depth)
-        texts = [("\n" if rng.random() < 0.5 else " ") + needles[i].text for i in order]
+        texts = [_written(needles[i], "\n" if rng.random() < 0.5 else " ") for i in order]
         encoded = [np.asarray(e, dtype=np.int32) for e in _encode_all(self.encoder, texts)]
         room = tokens - sum(len(e) for e in encoded)
         if room < 0:
@@ -110,6 +110,13 @@ class ContextBuilder:
             )
         runs = self.filler_runs(rng, room, style)
         return _weave(runs, texts, encoded, [needles[i].depth for i in order], order)
+
+
+def _written(needle: Needle, lead: str) -> str:
+    """A needle as it stands in the context; a turn is a question, its answer and a new message."""
+    if needle.reply is None:
+        return lead + needle.text
+    return f"\n\n{needle.text}{END}{ASSISTANT}{needle.reply}{END}{USER}"
 
 
 def _weave(

@@ -9,10 +9,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from sglang_sparse.tasks.aggregation import collect, tally
 from sglang_sparse.tasks.counting import common_words, frequent_words
-from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, Encoder
+from sglang_sparse.tasks.dialogues import dialogue
+from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, Encoder, split_turns
 from sglang_sparse.tasks.layout import ContextBuilder
 from sglang_sparse.tasks.needles import multi_key, multi_query, multi_value, passkey, single_key
+from sglang_sparse.tasks.reading import forms, joined, sentences, similar_keys
 from sglang_sparse.tasks.sample import Problem, Sample
 from sglang_sparse.tasks.tracing import variable_tracking
 from sglang_sparse.tasks.words import SPLITS, Split, check_split
@@ -21,7 +24,8 @@ MIN_LENGTH, MAX_LENGTH = 256, 32768
 
 Generator = Callable[[np.random.Generator, Split, int], Problem]
 
-TASKS: dict[str, Generator] = {
+# In the style of RULER: one form of sentence and question.
+RULER_TASKS: dict[str, Generator] = {
     "single_key": single_key,
     "multi_key": multi_key,
     "multi_value": multi_value,
@@ -31,6 +35,17 @@ TASKS: dict[str, Generator] = {
     "common_words": common_words,
     "frequent_words": frequent_words,
 }
+# Natural sentences: held-out words, sentences and forms of a question are new to a trained model.
+READING_TASKS: dict[str, Generator] = {
+    "similar_keys": similar_keys,
+    "sentences": sentences,
+    "forms": forms,
+    "joined": joined,
+    "collect": collect,
+    "tally": tally,
+    "dialogue": dialogue,
+}
+TASKS = RULER_TASKS | READING_TASKS
 NEEDLE_TASKS = ("single_key", "multi_key", "multi_value", "multi_query")
 
 
@@ -67,7 +82,8 @@ class TaskSuite:
             depth: Puts the needle that the question asks about at this depth ("needle at depth d").
 
         Raises:
-            ValueError: unknown task, length or depth out of range, or a depth for a word task.
+            ValueError: unknown task, length or depth out of range, or a depth for a task that has
+                no needle or whose needles stand in an order.
         """
         if task not in TASKS:
             raise ValueError(f"unknown task {task!r}; allowed: {', '.join(TASKS)}")
@@ -86,13 +102,14 @@ class TaskSuite:
         body = _trim(self.encoder, problem.body, room)
         context = self.builder.build(rng, problem.needles, room, problem.style, body)
         shift = len(head_ids)
+        *history, (_, content) = split_turns(context.text + tail)
         return Sample(
             task=task,
             split=self.split,
             seed=seed,
             index=index,
             length=length,
-            content=context.text + tail,
+            content=content,
             prompt=BOS + USER + context.text + tail + END + ASSISTANT,
             prompt_ids=[*head_ids, *map(int, context.ids), *tail_ids],
             answer=question.answer,
@@ -100,6 +117,8 @@ class TaskSuite:
             values=question.values,
             needle_spans=tuple((a + shift, b + shift) for a, b in context.spans),
             depth=problem.needles[0].depth if problem.needles else 0.0,
+            value_kind=question.value_kind,
+            history=tuple(history),
         )
 
     def samples(
@@ -122,6 +141,8 @@ def _at_depth(problem: Problem, depth: float) -> Problem:
         raise ValueError(f"depth {depth} is outside 0 to 1")
     if not problem.needles:
         raise ValueError("this task has no needle, so no depth can be set")
+    if problem.ordered:
+        raise ValueError("the needles of this task stand in an order, so no depth can be set")
     first = replace(problem.needles[0], depth=depth)
     return replace(problem, needles=(first, *problem.needles[1:]))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from sglang_sparse.tasks.vocabulary import Kind
 from sglang_sparse.tasks.words import Split
 
 FillerStyle = Literal["text", "noise"]
@@ -18,33 +19,41 @@ class Needle:
     Attributes:
         text: The sentence, without surrounding whitespace.
         depth: Where it goes, as a fraction of the context: 0 is the start, 1 the end.
+        reply: For a turn of a dialogue: the user asks ``text`` here, and this is the answer.
     """
 
     text: str
     depth: float
+    reply: str | None = None
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, the full answer expected, and the values in it that are scored."""
+    """A question, the full answer expected, and the values in it that are scored.
+
+    ``value_kind`` says which words of a reply are values.
+    """
 
     task: str
     prompt: str
     answer: str
     values: tuple[str, ...]
+    value_kind: Kind = "number"
 
 
 @dataclass(frozen=True)
 class Problem:
     """Needles and the questions about them, not yet placed in a context of some length.
 
-    ``body`` replaces the filler by pieces of its own (word lists have no haystack).
+    ``body`` replaces the filler by pieces of its own (word lists have no haystack). ``ordered``
+    says that the answer depends on the order of the needles.
     """
 
     needles: tuple[Needle, ...]
     questions: tuple[Question, ...]
     style: FillerStyle = "text"
     body: tuple[str, ...] | None = None
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ class Sample:
         seed: Seed given to the generator.
         index: Number of the sample under that seed.
         length: Number of tokens asked for; ``len(prompt_ids)`` plus the answer fits in it.
-        content: The user message, for a chat API.
+        content: The last user message, for a chat API.
         prompt: The full prompt with chat markers; it encodes to ``prompt_ids``.
         prompt_ids: Token ids of ``prompt``.
         answer: The expected reply.
@@ -65,6 +74,8 @@ class Sample:
         values: What exact scoring looks for in a reply, in order.
         needle_spans: ``(first, last + 1)`` token positions of every needle in ``prompt_ids``.
         depth: Depth of the first needle that the question asks about, in [0, 1].
+        value_kind: Which words of a reply are values.
+        history: ``(role, message)`` of the turns before ``content``.
     """
 
     task: str
@@ -80,11 +91,14 @@ class Sample:
     values: tuple[str, ...]
     needle_spans: tuple[tuple[int, int], ...]
     depth: float
+    value_kind: Kind = "number"
+    history: tuple[tuple[str, str], ...] = ()
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """The prompt as the ``messages`` of an OpenAI chat request."""
-        return [{"role": "user", "content": self.content}]
+        turns = (*self.history, ("user", self.content))
+        return [{"role": role, "content": content} for role, content in turns]
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready copy."""

@@ -7,20 +7,26 @@ import re
 from collections.abc import Sequence
 
 from sglang_sparse.tasks.sample import Sample
+from sglang_sparse.tasks.vocabulary import known_words
 
-ORDERED_TASKS = frozenset({"variable_tracking", "multi_query", "multi_value"})
+ORDERED_TASKS = frozenset({"variable_tracking", "multi_query", "multi_value", "tally"})
 _NUMBER = re.compile(r"\d+")
 WORD_TASKS = frozenset({"common_words", "frequent_words"})
 
 
 def extract(sample: Sample, reply: str) -> tuple[str, ...]:
-    """The values that a reply states: its numbers, or its words for the counting tasks.
+    """The values that a reply states: its numbers, or its words of the kind that is asked for.
 
-    For multi-value answers, the running number in front of each value is no value.
+    For multi-value answers, the running number in front of each value is no value. The counting
+    tasks take every word. A value that is said again counts once in the reading tasks.
     """
     if sample.task in WORD_TASKS:
         stated = reply.partition(" are ")[2] or reply
         return tuple(w for w in re.findall(r"[a-z]+", stated) if w != "and")
+    if sample.value_kind != "number":
+        known = known_words(sample.value_kind)
+        found = (w for w in re.findall(r"[a-z]+", reply.lower()) if w in known)
+        return tuple(dict.fromkeys(found))
     return tuple(n for n in _NUMBER.findall(reply) if len(n) > 1)
 
 
@@ -29,16 +35,20 @@ def is_exact(sample: Sample, reply: str) -> bool:
 
     The order counts for tasks that name one; the counting tasks compare sets.
     """
-    found = extract(sample, reply)
+    found, values = extract(sample, reply), _values(sample)
     if sample.task in ORDERED_TASKS:
-        return found == sample.values
-    return sorted(found) == sorted(sample.values)
+        return found == values
+    return sorted(found) == sorted(values)
 
 
 def recall(sample: Sample, reply: str) -> float:
     """Fraction of the expected values that the reply states (RULER's partial credit)."""
-    found = set(extract(sample, reply))
-    return sum(v in found for v in sample.values) / len(sample.values)
+    found, values = set(extract(sample, reply)), _values(sample)
+    return sum(v in found for v in values) / len(values)
+
+
+def _values(sample: Sample) -> tuple[str, ...]:
+    return tuple(v.lower() for v in sample.values)
 
 
 def accuracy(samples: Sequence[Sample], replies: Sequence[str]) -> float:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Aggregation tasks: the answer needs many places of the context, not one."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sglang_sparse.tasks.needles import join
+from sglang_sparse.tasks.reading import room_for
+from sglang_sparse.tasks.relations import Forms, capital, entities, noun, say, wrapped
+from sglang_sparse.tasks.sample import Needle, Problem, Question
+from sglang_sparse.tasks.words import Split
+
+Rng = np.random.Generator
+_MOST_VOTES = 256
+_VOTE_TOKENS = 48
+# The first of three towns has the rest, half again as much as the second.
+_SECOND, _THIRD = 0.31, 0.23
+
+VISITS = Forms(
+    (
+        "{s} spent the morning in {v}.",
+        "In the afternoon {s} was seen in {v}.",
+        "{s} walked to {v} and stayed for an hour.",
+        "We met {s} in {v} by chance.",
+        "A ticket shows that {s} had been to {v}.",
+    ),
+    (
+        "{s} paid a short visit to {v}.",
+        "Someone recognized {s} at the door of {v}.",
+        "Before lunch {s} had already looked around in {v}.",
+    ),
+)
+VISIT_QUESTIONS = Forms(
+    (
+        "Where has {s} been?",
+        "Which buildings did {s} go to?",
+        "List everywhere that {s} went.",
+    ),
+    (
+        "Name each building that saw {s} that day.",
+        "Could you list all the stops of {s}?",
+    ),
+)
+VOTES = Forms(
+    (
+        "For {s}, {p} votes for {v}.",
+        "{p} would like {s} in {v}.",
+        "{v} is the choice of {p} for {s}.",
+        "As to {s}, {p} has picked {v}.",
+    ),
+    (
+        "{p} put down {v} for {s}.",
+        "When asked about {s}, {p} answered {v}.",
+    ),
+)
+VOTE_QUESTIONS = Forms(
+    (
+        "Which town got the most votes for {s}?",
+        "Who won the vote on {s}?",
+        "Where do most people want {s}?",
+    ),
+    (
+        "Count the votes on {s}: which town leads?",
+        "Which town is the most popular for {s}?",
+    ),
+)
+
+
+def collect(rng: Rng, split: Split, length: int) -> Problem:
+    """All buildings that a person was in, two to eight of them, in the order of the text.
+
+    Two others, whose names look alike, were in as many.
+    """
+    most = min(8, max(2, length // 256))
+    count = int(rng.integers(max(2, most // 2), most + 1))
+    persons = entities(rng, split, "person", 3 if length >= 512 else 2)
+    needles: list[Needle] = []
+    questions: list[Question] = []
+    for person in persons:
+        places = entities(rng, split, "place", count)
+        at = np.sort(rng.random(count))
+        for place, depth in zip(places, at, strict=True):
+            text = say(VISITS.draw(rng, split), person, noun("place", place))
+            needles.append(Needle(text, float(depth)))
+        answer = f"{person} was in {join([noun('place', p) for p in places])}."
+        prompt = wrapped(rng, split, say(VISIT_QUESTIONS.draw(rng, split), person))
+        questions.append(Question("collect", prompt, answer, tuple(places), "place"))
+    return Problem(tuple(needles), tuple(questions), ordered=True)
+
+
+def tally(rng: Rng, split: Split, length: int) -> Problem:
+    """The winners of two votes among the same people, mixed: one ballot for each 48 tokens.
+
+    Under 512 tokens it is one vote.
+    """
+    votes = 2 if length >= 512 else 1
+    count = max(4, room_for(length, _MOST_VOTES, _VOTE_TOKENS) // votes)
+    voters = entities(rng, split, "person", count)
+    topics = [noun("thing", t) for t in entities(rng, split, "thing", votes)]
+    towns = entities(rng, split, "town", 3 * votes)
+    needles: list[Needle] = []
+    winners: list[str] = []
+    for number, topic in enumerate(topics):
+        own = towns[3 * number : 3 * number + 3]
+        ballots = [own[1]] * int(_SECOND * count) + [own[2]] * int(_THIRD * count)
+        ballots += [own[0]] * (count - len(ballots))
+        for i, voter in zip(rng.permutation(count), voters, strict=True):
+            text = VOTES.draw(rng, split).format(s=topic, p=voter, v=ballots[int(i)])
+            needles.append(Needle(capital(text), float(rng.random())))
+        winners.append(own[0])
+    question = VOTE_QUESTIONS.draw(rng, split).format(s=join(topics))
+    answer = " ".join(
+        f"Most votes for {t} went to {w}." for t, w in zip(topics, winners, strict=True)
+    )
+    return Problem(
+        tuple(needles),
+        (Question("tally", wrapped(rng, split, question), answer, tuple(winners), "town"),),
+    )
