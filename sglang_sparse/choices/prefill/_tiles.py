@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from pydantic import Field
+
+from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
+from sglang_sparse.choices.interfaces import PrefillChoice
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_sparse.choices.build import Build, LayerProgram
+    from sglang_sparse.choices.interfaces import Point
     from sglang_sparse_kernels.common import Impl
     from sglang_sparse_kernels.records import KVScales, KVView, Lists, Scores, Softmax
     from sglang_sparse_kernels.select import TopkWorkspace
@@ -30,17 +36,32 @@ _LEAST_WIDTH = 16384
 _FEW_TILES, _MANY_TILES = 1, 64
 
 
-class TiledPrefill(Protocol):
-    """The keys of a prefill in tiles: share and fewest of the tokens before one, first position."""
+class TiledPrefill(PrefillChoice):
+    """The keys of a prefill in tiles."""
+
+    # A chunk's selections are kept to its last layer.
+    most_chunk: ClassVar[int | None] = 16384
+
+    fraction: float = Field(
+        ge=1 / MILLION, le=1.0, description="Share of the tokens before a tile, to one millionth."
+    )
+    floor: int = Field(default=128, ge=1, le=MAX_COUNT, description="Fewest tokens a tile selects.")
+    min_tokens: int = Field(
+        default=4096, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
+    )
 
     @property
-    def fraction(self) -> float: ...
+    def sparse_from(self) -> int:
+        return self.min_tokens
 
-    @property
-    def floor(self) -> int: ...
-
-    @property
-    def min_tokens(self) -> int: ...
+    def check(self, point: Point) -> None:
+        if self.floor < point.least_tokens:
+            raise InvalidConfig(
+                f"prefill.floor {self.floor} cannot hold sink_tokens {point.sink_tokens} and "
+                f"recent_tokens {point.recent_tokens} in units of {point.unit}, and one unit more",
+                allowed=f"prefill.floor of at least {point.least_tokens}",
+                remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
+            )
 
 
 @dataclass(frozen=True)

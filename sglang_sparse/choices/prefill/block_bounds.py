@@ -9,13 +9,13 @@ query of a tile is scored against the cuboid of each logical page, as LServe's d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
-from sglang_sparse.choices.interfaces import PrefillChoice, ScoreChoice
-from sglang_sparse.choices.prefill._tiles import TileRun, TileStep
+from sglang_sparse.choices.choice import MAX_COUNT, InvalidConfig
+from sglang_sparse.choices.interfaces import ScoreChoice
+from sglang_sparse.choices.prefill._tiles import TiledPrefill, TileRun, TileStep
 from sglang_sparse.choices.score._pages import PageScoreChoice
 
 if TYPE_CHECKING:
@@ -23,26 +23,16 @@ if TYPE_CHECKING:
     from sglang_sparse.choices.interfaces import Point
 
 
-class BlockPrefill(PrefillChoice):
+class BlockPrefill(TiledPrefill):
     """Tiles of prompt tokens attend to their best blocks and to themselves, by bounds of pages."""
 
-    # A chunk's selections are kept to its last layer.
-    most_chunk: ClassVar[int | None] = 16384
-
     kind: Literal["block_bounds"] = "block_bounds"
-    fraction: float = Field(
-        ge=1 / MILLION, le=1.0, description="Share of the tokens before a tile, to one millionth."
-    )
     floor: int = Field(
         default=1024, ge=1, le=MAX_COUNT, description="Fewest tokens a tile selects."
     )
     min_tokens: int = Field(
         default=8192, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
     )
-
-    @property
-    def sparse_from(self) -> int:
-        return self.min_tokens
 
     def check(self, point: Point) -> None:
         if not isinstance(point.score, PageScoreChoice):
@@ -52,13 +42,7 @@ class BlockPrefill(PrefillChoice):
                 allowed=f"prefill.kind {self.kind} with score page_minmax or page_mean",
                 remedy="set prefill.kind to dense or tile_topk, or choose another score",
             )
-        if self.floor < point.least_tokens:
-            raise InvalidConfig(
-                f"prefill.floor {self.floor} cannot hold what a list always holds, in units of "
-                f"{point.unit} tokens, and one unit more",
-                allowed=f"prefill.floor of at least {point.least_tokens}",
-                remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
-            )
+        super().check(point)
 
     def build(
         self, build: Build, score: ScoreChoice, programs: dict[int, LayerProgram]

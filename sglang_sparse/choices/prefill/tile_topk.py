@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from sglang_sparse.choices.choice import MAX_COUNT, MILLION, InvalidConfig
-from sglang_sparse.choices.interfaces import PrefillChoice, ScoreChoice
-from sglang_sparse.choices.prefill._tiles import TileRun, TileStep
+from sglang_sparse.choices.choice import InvalidConfig
+from sglang_sparse.choices.interfaces import ScoreChoice
+from sglang_sparse.choices.prefill._tiles import TiledPrefill, TileRun, TileStep
 
 if TYPE_CHECKING:
     from sglang_sparse.choices.build import Build, LayerProgram
@@ -20,24 +18,10 @@ if TYPE_CHECKING:
     from sglang_sparse_kernels.records import Always
 
 
-class TilePrefill(PrefillChoice):
+class TilePrefill(TiledPrefill):
     """Tiles of prompt tokens attend to their best tokens and to themselves (Kascade, 3.4)."""
 
-    # A chunk's selections are kept to its last layer.
-    most_chunk: ClassVar[int | None] = 16384
-
     kind: Literal["tile_topk"] = "tile_topk"
-    fraction: float = Field(
-        ge=1 / MILLION, le=1.0, description="Share of the tokens before a tile, to one millionth."
-    )
-    floor: int = Field(default=128, ge=1, le=MAX_COUNT, description="Fewest tokens a tile selects.")
-    min_tokens: int = Field(
-        default=4096, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
-    )
-
-    @property
-    def sparse_from(self) -> int:
-        return self.min_tokens
 
     def check(self, point: Point) -> None:
         if point.score.tile_pool is None:
@@ -47,14 +31,7 @@ class TilePrefill(PrefillChoice):
                 allowed=f"prefill.kind {self.kind} with score exact or key_sketch",
                 remedy="set prefill.kind to dense, or choose another score",
             )
-        smallest = point.sink_tokens + point.recent_tokens + 1
-        if self.floor < smallest:
-            raise InvalidConfig(
-                f"prefill.floor {self.floor} cannot hold sink_tokens {point.sink_tokens}, "
-                f"recent_tokens {point.recent_tokens} and one token more",
-                allowed=f"prefill.floor of at least {smallest}",
-                remedy="raise prefill.floor, or lower sink_tokens or recent_tokens",
-            )
+        super().check(point)
 
     def build(
         self, build: Build, score: ScoreChoice, programs: dict[int, LayerProgram]
