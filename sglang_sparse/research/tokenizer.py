@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the reference model's byte-level BPE tokenizer from text that is on any machine."""
+"""Builds the reference model's byte-level BPE tokenizer from the corpus and the tasks' filler.
+
+The model is small, so its embedding is paid in layers: 4,096 tokens of width 256 are a sixth of 12
+MiB. Bytes a token on held-out English: 2.63 at 2,048 tokens, 2.83 at 3,072, 2.96 at 4,096, 3.24 at
+8,192.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.tasks import words
-from sglang_sparse.tasks.corpus import NOISE, documents
+from sglang_sparse.research.corpus.build import DOCUMENT_END
+from sglang_sparse.tasks.corpus import documents
 from sglang_sparse.tasks.encoding import BOS, CHAT_TEMPLATE, END, PAD, SPECIAL_TOKENS
 
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 4096
 MAX_POSITIONS = 32768
-_WORD_REPEATS = 400
 
 
-def corpus_lines() -> Iterator[str]:
-    """The training split's documents, and each key word often enough to be one token."""
+def corpus_lines(corpus: Path) -> Iterator[str]:
+    """Documents of the training split: of ``corpus``, a built corpus, and of the tasks' filler."""
+    yield from (corpus / "train.txt").read_text().split(DOCUMENT_END)[:-1]
     for pieces in documents("train"):
         yield "".join(pieces)
-    for _ in range(_WORD_REPEATS):
-        for adjective, noun in zip(words.ADJECTIVES * 2, words.NOUNS * 2, strict=False):
-            yield f" {adjective}-{noun}"
-        yield " ".join(NOISE) + " The magic number is. The pass key is. Variable equals."
 
 
-def build(vocab_size: int = VOCAB_SIZE) -> Any:
+def build(lines: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
     """Train a ``tokenizers.Tokenizer``: byte-level BPE, digits one by one, chat markers special."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -46,7 +47,7 @@ def build(vocab_size: int = VOCAB_SIZE) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(corpus_lines(), trainer)
+    tokenizer.train_from_iterator(lines, trainer)
     return tokenizer
 
 
@@ -69,10 +70,11 @@ def save(tokenizer: Any, folder: Path) -> None:
 def main() -> None:
     """Build the tokenizer into a folder."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--out", type=Path, default=Path("configs/reference/model"))
+    parser.add_argument("--corpus", type=Path, required=True, help="folder of a built corpus")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     args = parser.parse_args()
-    save(build(args.vocab_size), args.out)
+    save(build(corpus_lines(args.corpus), args.vocab_size), args.out)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ class FileEncoder:
             raise KeyError(token)
         return int(token_id)
 
+    def piece(self, token_id: int) -> str:
+        """What the vocabulary calls a token; in a byte-level one, a character for each byte."""
+        return str(self._tokenizer.id_to_token(token_id))
+
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
