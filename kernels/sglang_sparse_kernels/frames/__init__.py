@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames on the device for blocks of KV that lie in host memory, replaced by recency."""
+
+from .api import begin_step, find_frames, load_blocks, pin_pages, release_pages
+from .types import COUNTERS, FoundFrames, FrameDemand, FramePool, make_host_blocks
+
+__all__ = [
+    "COUNTERS",
+    "FoundFrames",
+    "FrameDemand",
+    "FramePool",
+    "begin_step",
+    "find_frames",
+    "load_blocks",
+    "make_host_blocks",
+    "pin_pages",
+    "release_pages",
+]

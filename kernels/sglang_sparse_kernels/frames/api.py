@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Public functions of the frame pool: validate, then dispatch to the implementation asked for."""
+
+import torch
+
+from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
+from ..plan import DecodePlan
+from ..records import Lists
+from .reference import begin_step_reference, find_frames_reference, load_blocks_reference
+from .types import MISSING, FoundFrames, FramePool
+
+
+def begin_step(pool: FramePool, *, impl: Impl) -> None:
+    """Begin a decode step: put the frames in the order of their recency.
+
+    Frames that the step before used move behind all others. Both parts keep their order. All shapes
+    are fixed and nothing waits for the device, so a CUDA graph may hold it.
+
+    Args:
+        pool: changed in place.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``.
+    """
+    check_choice("impl", impl, IMPLS)
+    if impl == "torch":
+        begin_step_reference(pool)
+        return
+    used = pool.stamp[pool.order] == pool.clock
+    idle, last = (~used).cumsum(0), used.cumsum(0)
+    place = torch.where(used, idle[-1] + last, idle) - 1
+    pool.order.scatter_(0, place, pool.order.clone())
+    pool.clock.add_(1)
+    pool.cursor.zero_()
+
+
+def find_frames(
+    pool: FramePool, layer: int, page_table: torch.Tensor, plan: DecodePlan, lists: Lists, *,
+    found: FoundFrames, impl: Impl,
+) -> None:  # fmt: skip
+    """Find a frame for each block that attention of one layer reads (PSA, section 3.4).
+
+    KV head h of row r reads the pages of the units on its list that begin below tail_start, as
+    attention does, and those of its tail. A block without a frame gets the least recently used one
+    that this step has not used: in the order of their first entries, counted by row, KV head and
+    place in the list. It is to be loaded before attention (:func:`load_blocks`). No frame is given
+    to two blocks, and none is taken from a block that the step has looked up, in this layer or in
+    one before. That always succeeds, since a pool has :attr:`FrameDemand.blocks` frames.
+
+    Where blocks lie and what is counted is the same for every ``impl``, run after run.
+
+    Args:
+        pool: changed in place.
+        layer: of the pool's layers.
+        page_table: int32 [R, max_pages], physical page of each logical page of a row.
+        plan: R rows, one query each; a tail has at most ``found.tail_pages`` pages.
+        lists: without windows.
+        found: written: what to load, and where attention finds it.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape, a batch that does not fit.
+    """
+    check_choice("impl", impl, IMPLS)
+    if not 0 <= layer < pool.frame_of.shape[0]:
+        raise ValueError(f"layer={layer} is none of the pool's {pool.frame_of.shape[0]}")
+    check_dtype("page_table", page_table, torch.int32)
+    found.check(pool, page_table, plan, lists)
+    if impl != "triton":
+        find_frames_reference(pool, layer, page_table, plan, lists, found)
+        return
+    from .lookup_kernel import find_frames_triton
+
+    find_frames_triton(pool, layer, page_table, plan, lists, found)
+
+
+def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl: Impl) -> None:
+    """Copy the blocks that the last lookup missed from host memory to their frames.
+
+    Args:
+        pool: its frames are written.
+        host: [layers, pages, H, 2, P, D], contiguous, pinned where the pool is on a GPU
+            (:func:`make_host_blocks`). Kernels read it in place.
+        found: of the lookup.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape, memory that is not pinned.
+    """
+    check_choice("impl", impl, IMPLS)
+    pool.check_host(host)
+    if impl != "triton":
+        load_blocks_reference(pool, host, found)
+        return
+    if pool.k.is_cuda and not host.is_pinned():
+        raise ValueError("host must be pinned memory")
+    from .load_kernel import load_blocks_triton
+
+    load_blocks_triton(pool, host, found)
+
+
+def release_pages(pool: FramePool, pages: torch.Tensor) -> None:
+    """Forget where the blocks of ``pages`` lie, because their KV is no longer valid.
+
+    Their frames are reused when their turn comes.
+
+    Args:
+        pool: changed in place.
+        pages: int32 or int64 [n], physical pages.
+
+    Raises:
+        ValueError: on a wrong dtype or shape.
+    """
+    _check_pages("pages", pages)
+    pool.frame_of.index_fill_(1, pages.long(), MISSING)
+
+
+def pin_pages(pool: FramePool, pages: torch.Tensor, places: torch.Tensor) -> None:
+    """Let blocks of ``pages`` lie in pinned frames until they are released or pinned elsewhere.
+
+    Block (l, p, h) of page ``p = pages[i]`` then lies in frame
+    ``cached + (places[i] * layers + l) * H + h``.
+
+    Args:
+        pool: changed in place.
+        pages: int32 or int64 [n], distinct physical pages.
+        places: int32 or int64 [n], distinct, below the pool's ``pinned_pages``.
+
+    Raises:
+        ValueError: on a wrong dtype or shape.
+    """
+    _check_pages("pages", pages)
+    _check_pages("places", places)
+    check_shape("places", places, tuple(pages.shape))
+    layers, _, heads = pool.frame_of.shape
+    blocks = torch.arange(layers * heads, dtype=torch.int32, device=pages.device)
+    frames = pool.cached + places.int()[:, None] * (layers * heads) + blocks
+    pool.frame_of[:, pages.long()] = frames.view(-1, layers, heads).transpose(0, 1)
+
+
+def _check_pages(name: str, pages: torch.Tensor) -> None:
+    check_shape(name, pages, (-1,))
+    check_dtype(name, pages, torch.int32, torch.int64)
+    check_contiguous(name, pages)

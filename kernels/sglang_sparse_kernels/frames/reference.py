@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain PyTorch definition of the frame pool."""
+
+import torch
+
+from ..common import put, take
+from ..plan import DecodePlan
+from ..records import Lists
+from .types import COUNTERS, MISSING, FoundFrames, FramePool
+
+
+def begin_step_reference(pool: FramePool) -> None:
+    """See :func:`sglang_sparse_kernels.frames.begin_step`."""
+    used = pool.stamp[pool.order.long()] == pool.clock
+    pool.order.copy_(torch.cat((pool.order[~used], pool.order[used])))
+    pool.clock.add_(1)
+    pool.cursor.zero_()
+
+
+def find_frames_reference(
+    pool: FramePool,
+    layer: int,
+    page_table: torch.Tensor,
+    plan: DecodePlan,
+    lists: Lists,
+    found: FoundFrames,
+) -> None:
+    """See :func:`sglang_sparse_kernels.frames.find_frames`."""
+    rows, heads, cached = plan.num_rows, pool.heads, pool.cached
+    mine = found.plan.rows(rows * heads)
+    for name in ("seq_lens", "tail_start", "k_units"):
+        getattr(mine, name).copy_(getattr(plan, name).repeat_interleave(heads))
+    list_of = _lists_of_heads(lists, heads, plan.seq_lens.device)
+    found.list_rows[: rows * heads] = (
+        lists.rows[:, None] * lists.indices.shape[1] + list_of
+    ).flatten()
+
+    pages = _pages(plan, lists, list_of, found.tail_pages, pool.page_size)  # [R, H, entries]
+    asked = pages >= 0
+    physical = page_table.gather(1, pages.clamp(min=0).flatten(1)).view_as(pages)
+    head = torch.arange(heads, device=pages.device)[:, None]
+    blocks = layer * pool.frame_of[0].numel() + physical * heads + head
+    blocks = torch.where(asked, blocks, -1)
+    found.pages[: rows * heads] = pages.flatten(0, 1).int()
+    found.blocks[: rows * heads] = blocks.flatten(0, 1).int()
+
+    frame_of = pool.frame_of.view(-1)
+    wanted = blocks[asked]
+    frames = frame_of[wanted]
+    hits = frames[(frames >= 0) & (frames < cached)].unique().long()
+    new_hits = hits[pool.stamp[hits] != pool.clock]
+    pool.stamp[hits] = pool.clock
+
+    # Missing blocks in the order of their first entries.
+    missed = wanted[frames < 0]
+    distinct, inverse = missed.unique(return_inverse=True)
+    first = torch.full_like(distinct, len(missed)).scatter_reduce_(
+        0, inverse, torch.arange(len(missed), device=missed.device), "amin"
+    )
+    missing = distinct[first.argsort()]
+    order = pool.order.long()
+    victims = order[pool.stamp[order] != pool.clock][: len(missing)]
+    served, unserved = missing[: len(victims)], len(missing) - len(victims)
+
+    evicted = pool.owner[victims].long()
+    gone = evicted[(evicted >= 0) & (frame_of[evicted.clamp(min=0)] == victims)]
+    frame_of[gone] = MISSING
+    frame_of[served] = victims.int()
+    pool.owner[victims] = served.int()
+    pool.stamp[victims] = pool.clock
+    found.missing[: len(served)] = served.int()
+    found.victims[: len(served)] = victims.int()
+    found.num_missing.fill_(len(served))
+    counted = dict(zip(COUNTERS, (len(new_hits), len(served), unserved), strict=True))
+    pool.counters.add_(torch.tensor(list(counted.values()), device=pool.counters.device))
+
+    row_head = torch.arange(rows * heads, device=pages.device).view(rows, heads, 1)
+    target = row_head.expand_as(pages)[asked], pages[asked]
+    mine.page_table[target] = frame_of[wanted].clamp(min=0)
+
+
+def _lists_of_heads(lists: Lists, heads: int, device: torch.device) -> torch.Tensor:
+    """The list that each KV head reads, int64 [H]."""
+    if lists.head_map is None:
+        return torch.arange(heads, device=device)
+    return lists.head_map.long()
+
+
+def _pages(
+    plan: DecodePlan, lists: Lists, list_of: torch.Tensor, tail_pages: int, page_size: int
+) -> torch.Tensor:
+    """Logical pages that each row and KV head reads, -1 for none: int64 [R, H, entries]."""
+    tail, length = (t.long()[:, None, None] for t in (plan.tail_start, plan.seq_lens))
+    rows = lists.rows.long()[:, None]
+    units, counts = lists.indices[rows, list_of].long(), lists.counts[rows, list_of][..., None]
+    place = torch.arange(lists.capacity, device=units.device)
+    listed = (place < counts) & (place < plan.k_units[:, None, None])
+    listed &= (units >= 0) & (units * lists.unit < tail)
+    units = torch.where(listed, units * lists.unit // page_size, -1)
+    after = tail // page_size + torch.arange(tail_pages, device=units.device)
+    after = torch.where(after * page_size < length, after, -1)
+    return torch.cat((units, after.expand(-1, len(list_of), -1)), 2)
+
+
+def load_blocks_reference(pool: FramePool, host: torch.Tensor, found: FoundFrames) -> None:
+    """See :func:`sglang_sparse_kernels.frames.load_blocks`."""
+    count = int(found.num_missing)
+    blocks, frames = (t[:count].long() for t in (found.missing, found.victims))
+    loaded = take(host.view(-1, *host.shape[3:]), (blocks.to(host.device),)).to(pool.k.device)
+    for rows, part in ((pool.k, 0), (pool.v, 1)):
+        put(rows.view(-1, *host.shape[4:]), (frames,), loaded[:, part])
