@@ -68,6 +68,7 @@ from .select import (
 )
 from .step import (
     Attend,
+    AttendFrames,
     AttendUntil,
     BoundResidual,
     ExactScore,
@@ -99,6 +100,7 @@ __all__ = [
     "SKETCH_DTYPES",
     "Always",
     "Attend",
+    "AttendFrames",
     "AttendUntil",
     "BoundResidual",
     "DecodePlan",

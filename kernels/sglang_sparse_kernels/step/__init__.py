@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of one layer: a list of stages over one context."""
 
+from .frames import AttendFrames
 from .stages import (
     Attend,
     AttendUntil,
@@ -16,6 +17,7 @@ from .types import Stage, StepContext, decode_step
 
 __all__ = [
     "Attend",
+    "AttendFrames",
     "AttendUntil",
     "BoundResidual",
     "ExactScore",
