@@ -7,7 +7,6 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from sglang_sparse.research import mix
@@ -16,14 +15,17 @@ from sglang_sparse.research.symbols import SymbolTask
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the curriculum, of ``symbols`` or ``text``; it ends at ``target`` accuracy."""
+    """A part of the curriculum, of ``symbols`` or ``text``.
+
+    It ends at ``target`` accuracy, or when the share ``until`` of the time of training is over.
+    """
 
     kind: str
     length: int
     target: float
     tokens: int
+    until: float
     symbols: SymbolTask = field(default_factory=SymbolTask)
-    seconds: float = 1e9
 
 
 def curriculum(vocab: int, text_tokens: int) -> list[Stage]:
@@ -31,30 +33,47 @@ def curriculum(vocab: int, text_tokens: int) -> list[Stage]:
     wide = SymbolTask(vocab=vocab - 6, value_vocab=vocab - 6)
     digits = SymbolTask(vocab=vocab - 6, value_vocab=10, key_length=3, value_length=5)
     few = SymbolTask()
-    stages = [Stage("symbols", n, 0.95, 4096, few) for n in (64, 96, 160)]
-    stages += [Stage("symbols", n, 0.95, 8192, few, 60) for n in (256, 512)]
-    stages += [
-        Stage("symbols", 256, 0.95, 16384, wide, 45),
-        Stage("symbols", 512, 0.95, 16384, digits, 45),
+    stages = [
+        Stage("symbols", n, 0.95, tokens, until, few)
+        for n, tokens, until in (
+            (64, 4096, 0.02),
+            (96, 4096, 0.03),
+            (160, 4096, 0.035),
+            (256, 8192, 0.045),
+            (512, 8192, 0.05),
+        )
     ]
-    stages += [Stage("text", n, 0.93, text_tokens, wide, 150) for n in (256, 512, 1024)]
-    stages += [Stage("text", n, 0.95, text_tokens, wide, 150) for n in (2048, 4096, 8192)]
-    stages.append(Stage("text", 16384, 2.0, text_tokens, wide))
+    stages += [
+        Stage("symbols", 256, 0.95, 16384, 0.06, wide),
+        Stage("symbols", 512, 0.95, 16384, 0.08, digits),
+    ]
+    stages += [
+        Stage("text", n, target, text_tokens, until, wide)
+        for n, target, until in (
+            (256, 0.93, 0.14),
+            (512, 0.93, 0.20),
+            (1024, 0.93, 0.28),
+            (2048, 0.95, 0.37),
+            (4096, 0.95, 0.47),
+            (8192, 0.95, 0.57),
+        )
+    ]
+    stages.append(Stage("text", 16384, 2.0, text_tokens, 1.0, wide))
     return stages
 
 
 FINAL_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-FINAL_WEIGHTS = (0.06, 0.12, 0.12, 0.27, 0.22, 0.17, 0.04)
+FINAL_WEIGHTS = (0.05, 0.08, 0.12, 0.25, 0.24, 0.18, 0.08)
 
 
 class TextFeed:
     """Batches made by worker processes, a few ahead of the trainer."""
 
-    def __init__(self, tokenizer: Path, workers: int, text_share: float) -> None:
+    def __init__(self, source: mix.RowSource, workers: int) -> None:
         self.workers = workers
-        self.source = (str(tokenizer), text_share)
+        self.source = source
         if workers:
-            mix.init_worker(*self.source)
+            mix.init_worker(source)
         self.pool = (
             multiprocessing.get_context("fork").Pool(workers, mix.single_threaded)
             if workers
@@ -65,7 +84,7 @@ class TextFeed:
     def get(self, jobs: Iterator[tuple[int, int, int]]) -> tuple[tuple[int, int, int], mix.Batch]:
         """The oldest batch in the queue; ``jobs`` keeps the queue full."""
         if self.pool is None:
-            mix.init_worker(*self.source)
+            mix.init_worker(self.source)
             job = next(jobs)
             return job, mix.worker_batch(job)
         while len(self.queue) < 2 * self.workers:

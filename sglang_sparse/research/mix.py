@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training rows: a context with the needles of several tasks, then a chat that asks for them."""
+"""Training rows: a stretch of the corpus, or a context with needles of several tasks and a chat.
+
+The context of a chat is corpus or, less often, the tasks' own filler, which is too small to be
+learnt: a model would know it by heart.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_sparse.research.corpus.tokens import load
+from sglang_sparse.research.filler import TokenPieces
 from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, FileEncoder
-from sglang_sparse.tasks.layout import ContextBuilder
+from sglang_sparse.tasks.layout import ContextBuilder, DoesNotFit
 from sglang_sparse.tasks.needles import depths, pick
-from sglang_sparse.tasks.registry import RULER_TASKS, TASKS
+from sglang_sparse.tasks.registry import READING_TASKS, TASKS
 from sglang_sparse.tasks.sample import FillerStyle, Needle, Problem, Question
 from sglang_sparse.tasks.words import Split, keys, values
 
-TRAIN_TASKS = (*RULER_TASKS, "fact")
+TRAIN_TASKS = (*TASKS, "fact")
 _MIXED = (
     "single_key",
     "multi_key",
@@ -27,7 +34,11 @@ _MIXED = (
     "fact",
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
-_WORD_TASK_SHARE = 0.06
+_READING = tuple(READING_TASKS)
+_READING_WEIGHTS = np.array([0.16, 0.17, 0.17, 0.16, 0.12, 0.10, 0.12])
+_READING_SHARE = 0.65
+_WORD_TASK_SHARE = 0.04
+_OWN_FILLER_SHARE = 0.3
 _NOUNS = tuple(
     """door code|PIN|password|secret number|access code|lucky number|room number|phone number|
     account number|order number|combination|secret word|favorite color|release date|capital|winner|
@@ -78,68 +89,87 @@ def _value(rng: np.random.Generator, split: Split) -> str:
     return word.capitalize() if rng.random() < 0.5 else word
 
 
+Row = tuple[list[int], list[tuple[int, int, int]]]
+
+
 class RowMaker:
     """Builds training rows of the training split."""
 
-    def __init__(
-        self, encoder: FileEncoder, builder: ContextBuilder | None = None, text_share: float = 1.0
-    ) -> None:
-        """``text_share`` of the rows also train on their text. More would be learnt by heart."""
+    def __init__(self, encoder: FileEncoder, corpus: NDArray[np.uint16], text_rows: float) -> None:
+        """Prepare both kinds of filler.
+
+        Args:
+            corpus: the training text, ``[tokens]``.
+            text_rows: share of the rows that are text alone.
+        """
         self.encoder = encoder
-        self.text_share = text_share
-        self.builder = builder or ContextBuilder(encoder, "train")
+        self.corpus = corpus
+        self.text_rows = text_rows
+        self.builder = ContextBuilder(encoder, "train", TokenPieces(encoder, corpus))
+        self.own = ContextBuilder(encoder, "train")
+        self._bos = encoder.token_id(BOS)
         self._head = encoder.encode(BOS + USER)
 
-    def row(
-        self, rng: np.random.Generator, length: int
-    ) -> tuple[list[int], list[tuple[int, int, int]]]:
+    def text(self, rng: np.random.Generator, length: int) -> list[int]:
+        """``length`` tokens of the corpus from anywhere on, behind the one that begins a text."""
+        start = int(rng.integers(max(len(self.corpus) - length + 1, 1)))
+        return [self._bos, *self.corpus[start : start + length - 1].tolist()]
+
+    def row(self, rng: np.random.Generator, length: int, builder: ContextBuilder) -> Row:
         """Token ids, at most ``length``, and ``(first, last + 1, task)`` of every answer."""
-        words = rng.random() < _WORD_TASK_SHARE and length <= 4096
-        if words:
-            name = "common_words" if rng.random() < 0.5 else "frequent_words"
-            problem = TASKS[name](rng, "train", length)
-            needles, questions, style = problem.needles, list(problem.questions), problem.style
-            body = problem.body
-        else:
-            needles, questions, style = self._mixed(rng, length)
-            body = None
+        while True:
+            try:
+                return self._chat(rng, self._problem(rng, length), length, builder)
+            except DoesNotFit:  # in a short row
+                continue
+
+    def _chat(
+        self, rng: np.random.Generator, problem: Problem, length: int, builder: ContextBuilder
+    ) -> Row:
         turns: list[tuple[list[int], list[int], int]] = []
         asked = 0
-        limit = length // 3
-        for question in questions:
+        for question in problem.questions:
             lead = USER if turns else "\n\n"
             prompt = self.encoder.encode(lead + question.prompt + END + ASSISTANT)
             answer = self.encoder.encode(question.answer + END)
-            if asked and asked + len(prompt) + len(answer) > limit:
+            if asked and asked + len(prompt) + len(answer) > length // 3:
                 continue
             asked += len(prompt) + len(answer)
             turns.append((prompt, answer, TRAIN_TASKS.index(question.task)))
-        room = length - len(self._head) - asked
+        room, body = length - len(self._head) - asked, problem.body
         if body is not None:
             while len(self.encoder.encode("".join(body))) > room:
                 body = body[: int(len(body) * 0.95)]
-        context = self.builder.build(rng, needles, room, style, body)
+        context = builder.build(rng, problem.needles, room, problem.style, body)
         ids = [*self._head, *context.ids.tolist()]
         spans = []
+        for needle, (_, last) in zip(problem.needles, context.spans, strict=False):
+            if needle.reply is not None:  # the turn ends with the answer and one marker
+                answer = self.encoder.encode(needle.reply + END)
+                last += len(self._head) - 1
+                spans.append((last - len(answer), last, turns[0][2]))
         for prompt, answer, task in turns:
             ids += prompt
             spans.append((len(ids), len(ids) + len(answer), task))
             ids += answer
         return ids, spans
 
-    def _mixed(
-        self, rng: np.random.Generator, length: int
-    ) -> tuple[tuple[Needle, ...], list[Question], FillerStyle]:
+    def _problem(self, rng: np.random.Generator, length: int) -> Problem:
+        """One word task, one dialogue, or several tasks whose needles share the context."""
+        if rng.random() < _WORD_TASK_SHARE and length <= 4096:
+            name = "common_words" if rng.random() < 0.5 else "frequent_words"
+            return TASKS[name](rng, "train", length)
         count = max(1, min(int(rng.integers(1, 3)) * (length.bit_length() - 8), 10))
         if rng.random() < 0.15:
             count = 1
-        names = list(rng.choice(_MIXED, size=count, p=_MIXED_WEIGHTS))
-        if names.count("passkey") > 1:
-            names = [
-                n for i, n in enumerate(names) if n != "passkey" or i == names.index("passkey")
-            ]
-        if names.count("fact") > 1:
-            names = [n for i, n in enumerate(names) if n != "fact" or i == names.index("fact")]
+        drawn = list(rng.choice(_MIXED, size=count, p=_MIXED_WEIGHTS))
+        once = ("passkey", "fact")  # two of these would contradict each other
+        names = [n for i, n in enumerate(drawn) if n not in once or i == drawn.index(n)]
+        if rng.random() < _READING_SHARE:
+            reading = str(rng.choice(_READING, p=_READING_WEIGHTS))
+            if reading == "dialogue":  # its questions lean on those before
+                return TASKS[reading](rng, "train", length)
+            names = [reading, *names[: count - 1]]
         needles: list[Needle] = []
         questions: list[Question] = []
         style: FillerStyle = "text"
@@ -152,7 +182,7 @@ class RowMaker:
             questions += problem.questions
             style = problem.style
         order = rng.permutation(len(questions))
-        return tuple(needles), [questions[i] for i in order], style
+        return Problem(tuple(needles), tuple(questions[i] for i in order), style)
 
     def batch(self, seed: int, batch: int, length: int) -> Batch:
         """``batch`` rows of ``length`` tokens, padded at the end with token 0."""
@@ -162,9 +192,14 @@ class RowMaker:
         spans = np.zeros((batch, length), dtype=np.int32)
         tasks: list[int] = []
         for i in range(batch):
-            row, answers = self.row(rng, length)
+            if rng.random() < self.text_rows:
+                learnt = True
+                row: list[int] = self.text(rng, length)
+                answers: list[tuple[int, int, int]] = []
+            else:
+                learnt = rng.random() >= _OWN_FILLER_SHARE
+                row, answers = self.row(rng, length, self.builder if learnt else self.own)
             ids[i, : len(row)] = row
-            learnt = self.text_share >= 1 or rng.random() < self.text_share
             kinds[i, : len(row) - 1] = int(learnt)
             for first, last, task in answers:
                 tasks.append(task)
@@ -173,21 +208,31 @@ class RowMaker:
         return Batch(ids, kinds, spans, np.asarray(tasks, dtype=np.uint8))
 
 
+@dataclass(frozen=True)
+class RowSource:
+    """Where rows come from: folder of the tokenizer, token file, share of rows of text alone."""
+
+    tokenizer: Path
+    corpus: Path
+    text_rows: float
+
+
 @dataclass
 class _Worker:
     maker: RowMaker | None = None
-    source: tuple[str, float] | None = None
+    source: RowSource | None = None
 
 
 _WORKER = _Worker()
 
 
-def init_worker(tokenizer: str, text_share: float) -> None:
-    """Load the tokenizer and the filler, for this process and those forked from it."""
-    if _WORKER.source == (tokenizer, text_share):
+def init_worker(source: RowSource) -> None:
+    """Load the tokenizer and the text, for this process and those forked from it."""
+    if _WORKER.source == source:
         return
-    _WORKER.source = (tokenizer, text_share)
-    _WORKER.maker = RowMaker(FileEncoder(tokenizer), text_share=text_share)
+    _WORKER.source = source
+    corpus = load(source.corpus).train
+    _WORKER.maker = RowMaker(FileEncoder(source.tokenizer), corpus, source.text_rows)
 
 
 def single_threaded() -> None:

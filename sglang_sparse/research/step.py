@@ -13,7 +13,7 @@ from sglang_sparse.research.model import Layer, ReferenceModel, rope_tables
 from sglang_sparse.research.spread import assignment, spread_loss
 
 MAX_SPANS = 8192
-MAX_TASKS = 16
+MAX_TASKS = 24
 _WARMUPS = 3
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains the reference model, resumably: ``python -m sglang_sparse.research.train --help``.
 
-Symbols first, at 64 tokens, then longer; then chats over text with needles, from 256 to 32K tokens.
-A stage ends when its accuracy is there. Seeds, stages, losses and accuracies go to ``log.jsonl``.
+Symbols first, at 64 tokens, then longer; then text, and chats over text with needles, from 256 to
+32K tokens. A stage ends when its accuracy is there or its time is over. A run that ended goes on by
+the same command with ``--resume``: from ``checkpoint.pt``, or, where that is lost, from the 12 MiB
+of ``export/`` and ``state.json``. Seeds, stages, losses and accuracies go to ``log.jsonl``.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -32,18 +35,13 @@ from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.research.step import Stepper, compile_pieces
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
 from sglang_sparse.tasks.encoding import FileEncoder
+from sglang_sparse.tasks.registry import TASKS
+from sglang_sparse.tasks.scoring import WORD_TASKS
 
-RETRIEVAL = tuple(
-    mix.TRAIN_TASKS.index(t)
-    for t in (
-        "single_key",
-        "multi_key",
-        "multi_value",
-        "multi_query",
-        "passkey",
-        "variable_tracking",
-    )
-)
+# Their mean decides when a stage ends; counting is left to time.
+MEASURED = tuple(mix.TRAIN_TASKS.index(t) for t in TASKS if t not in (*WORD_TASKS, "tally"))
+_WARM_UP = 200
+_LAST_RATE = 0.03
 
 
 @dataclass
@@ -57,6 +55,7 @@ class State:
     tokens: int = 0
     text_jobs: int = 0
     seconds: float = 0.0
+    warm_from: int = 0
     macro: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -69,7 +68,8 @@ class Trainer:
         self.out: Path = args.out
         self.out.mkdir(parents=True, exist_ok=True)
         self.encoder = FileEncoder(args.tokenizer)
-        self.feed = TextFeed(args.tokenizer, args.workers, args.text_share)
+        source = mix.RowSource(args.tokenizer, args.corpus, args.text_rows)
+        self.feed = TextFeed(source, args.workers)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         geometry = {
             k: v for k, v in vars(args).items() if k in ModelConfig.__dataclass_fields__ and v
@@ -98,25 +98,37 @@ class Trainer:
         self.pool = torch.cuda.graph_pool_handle() if cuda else None
         self.compiled = False
         self.started = self.last_save = time.monotonic()
+        self.base_seconds = 0.0
         self.log_file = (self.out / "log.jsonl").open("a")
-        checkpoint = self.out / "checkpoint.pt"
-        if args.resume and checkpoint.exists():
-            self.restore(checkpoint)
+        if args.resume:
+            self.restore()
         self.generator = torch.Generator(device=self.device)
         self.generator.manual_seed(args.seed * 1_000_003 + self.state.step)
         self.random = random.Random(args.seed * 7919 + self.state.step)
         self.base_seconds = self.state.seconds
 
-    def restore(self, path: Path) -> None:
-        """Continue from a checkpoint."""
-        saved = torch.load(path, map_location=self.device, weights_only=False)
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.state = State(**saved["state"])
-        self.log(event="resumed")
+    def restore(self) -> None:
+        """Continue from what lies in the output folder; begin where there is nothing.
+
+        An export has weights in bf16 and no moments, so the rate warms up anew.
+        """
+        checkpoint, state = self.out / "checkpoint.pt", self.out / "state.json"
+        if checkpoint.exists():
+            saved = torch.load(checkpoint, map_location=self.device, weights_only=False)
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.state = State(**saved["state"])
+        elif state.exists():
+            self.model.load_state_dict(load(self.out / "export").state_dict())
+            self.state = State(**json.loads(state.read_text()))
+            self.state.warm_from = self.state.step
+        else:
+            return
+        self.log(event="resumed", exact=checkpoint.exists())
 
     def save(self) -> None:
-        """Write a checkpoint and an export."""
+        """Write a checkpoint and an export; neither replaces the last one before it is whole."""
+        self.state.seconds = self.elapsed
         path = self.out / "checkpoint.pt"
         saved = {
             "model": self.model.state_dict(),
@@ -125,7 +137,12 @@ class Trainer:
         }
         torch.save(saved, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
-        export(self.model, self.out / "export", self.encoder)
+        folder, draft = self.out / "export", self.out / "export.tmp"
+        export(self.model, draft, self.encoder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(self.args.tokenizer / name, draft / name)
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
         (self.out / "state.json").write_text(json.dumps(asdict(self.state)))
         self.last_save = time.monotonic()
 
@@ -139,17 +156,14 @@ class Trainer:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since this process began training."""
-        return time.monotonic() - self.started
+        """Seconds of training so far, of earlier processes too."""
+        return self.base_seconds + time.monotonic() - self.started
 
     def rate(self) -> float:
-        """Learning rate: warm-up over 100 steps, then flat, then linear decay if asked for."""
-        rate = self.args.lr * min(1.0, (self.state.step + 1) / 100)
-        if self.args.decay_from is not None:
-            span = max(self.args.time_limit - self.args.decay_from, 1.0)
-            left = (self.args.time_limit - self.elapsed) / span
-            rate *= 0.03 + 0.97 * min(max(left, 0.0), 1.0)
-        return rate
+        """Learning rate: warm-up, then flat, then linear decay over the last share of the time."""
+        rate = self.args.lr * min(1.0, (self.state.step - self.state.warm_from + 1) / _WARM_UP)
+        left = (1 - self.elapsed / self.args.time_limit) / self.args.decay_share
+        return float(rate * (_LAST_RATE + (1 - _LAST_RATE) * min(max(left, 0.0), 1.0)))
 
     def stepper(self, kind: str, batch: int, length: int) -> Stepper:
         """The stepper of a kind of data and a shape, made when first asked for."""
@@ -224,17 +238,18 @@ class Trainer:
                     self.state.stage += 1
                     self.state.stage_steps = 0
         finally:
-            self.state.seconds = self.base_seconds + self.elapsed
             self.save()
             self.feed.close()
 
     def in_time(self) -> bool:
         """Whether there is time, and steps, left."""
-        return self.elapsed < self.args.time_limit and self.state.step < self.args.max_steps
+        a = self.args
+        if time.monotonic() - self.started > a.stop_after or self.state.step >= a.max_steps:
+            return False
+        return self.elapsed < a.time_limit
 
     def run_symbols(self, stage: Stage) -> bool:
         """One symbol stage; returns whether it came to its end."""
-        began = time.monotonic()
         batch = stage.tokens // stage.length
         while self.in_time():
             for _ in range(self.args.log_every):
@@ -248,7 +263,7 @@ class Trainer:
             )  # fmt: skip
             if needle >= stage.target and copy >= 0.9:
                 return True
-            if time.monotonic() - began > stage.seconds and needle > 0.6:
+            if self.is_over(stage):
                 return True
         return False
 
@@ -258,7 +273,7 @@ class Trainer:
             compile_pieces()
             self.compiled = True
             self.steppers.clear()
-        began, jobs = time.monotonic(), self.text_jobs()
+        jobs = self.text_jobs()
         symbols = min(stage.length, 2048)
         while self.in_time():
             used: dict[tuple[int, int], Stepper] = {}
@@ -270,13 +285,15 @@ class Trainer:
                 stepper = self.train_text(jobs)
                 used[(stepper.batch, stepper.length)] = stepper
             macro = self.report_text(used, stage, tokens, window)
-            if time.monotonic() - self.last_save > 90:
+            if time.monotonic() - self.last_save > self.args.save_every:
                 self.save()
-            if macro is not None and macro >= stage.target:
-                return True
-            if time.monotonic() - began > stage.seconds:
+            if (macro is not None and macro >= stage.target) or self.is_over(stage):
                 return True
         return False
+
+    def is_over(self, stage: Stage) -> bool:
+        """Whether a stage has had its time."""
+        return self.elapsed > stage.until * self.args.time_limit
 
     def report_text(
         self, used: dict[tuple[int, int], Stepper], stage: Stage, tokens: int, window: float
@@ -290,8 +307,8 @@ class Trainer:
                 for i, name in enumerate(mix.TRAIN_TASKS)
                 if exact[i][1]
             }
-            retrieval = [exact[i][0] / exact[i][1] for i in RETRIEVAL if exact[i][1]]
-            mean = sum(retrieval) / max(len(retrieval), 1)
+            measured = [exact[i][0] / exact[i][1] for i in MEASURED if exact[i][1]]
+            mean = sum(measured) / max(len(measured), 1)
             if length == stage.length:
                 macro = self.state.macro = mean
                 if self.args.spread > 0 and stats[4] / stats[2] < 0.8:
@@ -315,31 +332,36 @@ class Trainer:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """The command line; its defaults are the recipe."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", type=Path, default=Path("build/reference"), help="checkpoints and logs")
-    p.add_argument("--tokenizer", type=Path, default=Path("configs/reference/model"))
+    p.add_argument("--tokenizer", type=Path, required=True, help="folder of research.tokenizer")
+    p.add_argument("--corpus", type=Path, required=True, help="file of research.corpus.tokens")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--lr", type=float, default=1e-3)
-    p.add_argument("--time-limit", type=float, default=1800.0, help="seconds")
+    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--time-limit", type=float, default=1440.0, help="seconds of all processes")
+    p.add_argument("--stop-after", type=float, default=1e9, help="seconds of this process")
+    p.add_argument("--save-every", type=float, default=90.0, help="seconds between checkpoints")
     p.add_argument("--max-steps", type=int, default=10**9)
-    p.add_argument("--decay-from", type=float, help="seconds after which the rate falls to 3 %%")
     p.add_argument(
-        "--resume", action="store_true", help="continue from OUT/checkpoint.pt if it is there"
+        "--decay-share", type=float, default=0.4, help="last share of the time; the rate falls"
     )
+    p.add_argument("--resume", action="store_true", help="continue from what lies in OUT")
     p.add_argument("--warm-start", type=Path, help="folder of an exported model to begin with")
     p.add_argument("--first-stage", type=int, default=0)
     p.add_argument("--workers", type=int, default=0, help="processes that make text batches")
     p.add_argument("--text-tokens", type=int, default=65536, help="tokens of a text step")
-    p.add_argument("--text-weight", type=float, default=0.5, help="weight of the text loss")
-    p.add_argument("--text-share", type=float, default=1.0, help="rows whose text is learnt too")
+    p.add_argument("--text-rows", type=float, default=0.5, help="share of rows that are text alone")
+    p.add_argument("--text-weight", type=float, default=1.0, help="weight of the text loss")
     p.add_argument(
         "--spread", type=float, default=0.0, help="weight of the loss that spreads reading"
     )
-    p.add_argument("--symbol-share", type=float, default=0.1)
+    p.add_argument("--symbol-share", type=float, default=0.02, help="symbol steps among text steps")
     p.add_argument("--log-every", type=int, default=50)
     p.add_argument("--compile", action="store_true", help="torch.compile the element-wise parts")
-    for name in ("hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim"):
+    p.add_argument("--layers", type=int, default=8)
+    p.add_argument("--intermediate-size", type=int, default=336)
+    for name in ("hidden_size", "heads", "kv_heads", "head_dim"):
         p.add_argument(f"--{name.replace('_', '-')}", type=int)
     return p
 

@@ -31,7 +31,7 @@ class PieceArray:
 
     def __init__(self, encoder: Encoder, pieces: Sequence[str]) -> None:
         """Encode ``pieces`` one by one."""
-        self.texts = list(pieces)
+        self.texts: Sequence[str] = list(pieces)
         encoded = _encode_all(encoder, self.texts)
         self.ids: Ids = np.fromiter((t for e in encoded for t in e), dtype=np.int32)
         self.offsets = np.concatenate(([0], np.cumsum([len(e) for e in encoded]))).astype(np.int64)
@@ -43,6 +43,10 @@ class PieceArray:
         """One past the last piece that fits when ``tokens`` may be used from piece ``first`` on."""
         limit = int(self.offsets[first]) + tokens
         return int(np.searchsorted(self.offsets, limit, side="right")) - 1
+
+
+class DoesNotFit(ValueError):
+    """Needles that are longer than their context."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +61,15 @@ class Context:
 class ContextBuilder:
     """Hides needles in filler of one split; every draw comes from the generator it is given."""
 
-    def __init__(self, encoder: Encoder, split: Split) -> None:
-        """Encode the split's filler once (about a second for the held-out split)."""
+    def __init__(self, encoder: Encoder, split: Split, text: PieceArray | None = None) -> None:
+        """Encode the split's filler once (about a second for the held-out split).
+
+        Args:
+            text: other filler, taken instead.
+        """
         self.encoder = encoder
         self.split: Split = split
-        self.text = PieceArray(encoder, [p for doc in documents(split) for p in doc])
+        self.text = text or PieceArray(encoder, [p for doc in documents(split) for p in doc])
         self.noise = PieceArray(
             encoder, [(" " if i % 5 else "\n") + s for i, s in enumerate(NOISE * 1400)]
         )
@@ -95,7 +103,7 @@ class ContextBuilder:
         """A context of at most ``tokens`` tokens with every needle near its depth.
 
         Raises:
-            ValueError: the needles alone do not fit.
+            DoesNotFit: the needles alone are too long.
         """
         if body is not None:
             text = "".join(body)
@@ -105,7 +113,7 @@ class ContextBuilder:
         encoded = [np.asarray(e, dtype=np.int32) for e in _encode_all(self.encoder, texts)]
         room = tokens - sum(len(e) for e in encoded)
         if room < 0:
-            raise ValueError(
+            raise DoesNotFit(
                 f"{len(needles)} needles need {tokens - room} tokens, {tokens} allowed"
             )
         runs = self.filler_runs(rng, room, style)

@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from sglang_sparse.research.corpus import tokens
+from sglang_sparse.research.cost import estimate, operations
 from sglang_sparse.research.export import MAX_BYTES, export, load
+from sglang_sparse.research.filler import TokenPieces
 from sglang_sparse.research.mix import TRAIN_TASKS, RowMaker
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.research.spread import assignment, find_sources
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
 from sglang_sparse.research.train import Trainer, parser
 from sglang_sparse.tasks import FileEncoder
+from sglang_sparse.tasks.corpus import documents
+from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END
 
 MODEL = Path(__file__).parents[3] / "configs" / "reference" / "model"
 TINY = ModelConfig(2048, 32, 48, layers=2, heads=2, kv_heads=1, head_dim=16)
@@ -28,8 +35,23 @@ def encoder() -> FileEncoder:
 
 
 @pytest.fixture(scope="module")
-def rows(encoder: FileEncoder) -> RowMaker:
-    return RowMaker(encoder)
+def text(encoder: FileEncoder) -> NDArray[np.uint16]:
+    """A small corpus: documents of Python's standard library stand in for one."""
+    bos = encoder.token_id(BOS)
+    parts = [[bos, *encoder.encode("".join(d))] for d in documents("train")[:60]]
+    return np.array([i for part in parts for i in part], dtype=np.uint16)
+
+
+@pytest.fixture(scope="module")
+def corpus(text: NDArray[np.uint16], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "tokens.xz"
+    tokens.save(tokens.Corpus(text, text[:2000]), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(encoder: FileEncoder, text: NDArray[np.uint16]) -> RowMaker:
+    return RowMaker(encoder, text, text_rows=0.0)
 
 
 def test_symbol_rows_repeat_and_needles_are_asked_for() -> None:
@@ -58,11 +80,51 @@ def test_training_rows_answer_from_their_own_context(encoder: FileEncoder, rows:
             assert answer in encoder.decode(batch.ids[row[0], : columns[0]])
 
 
-def test_text_is_learnt_in_the_asked_share_of_rows(encoder: FileEncoder, rows: RowMaker) -> None:
-    quiet = RowMaker(encoder, rows.builder, text_share=0.0)
-    kinds = quiet.batch(seed=3, batch=4, length=512).kinds
-    assert (kinds != 1).all()
-    assert (kinds == 2).any()
+def test_rows_of_text_are_stretches_of_the_corpus(
+    rows: RowMaker, text: NDArray[np.uint16], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "text_rows", 1.0)
+    batch = rows.batch(seed=3, batch=4, length=512)
+    assert (batch.kinds[:, :-1] == 1).all()
+    assert not len(batch.tasks)
+    for row in batch.ids:
+        assert row[0] == rows.encoder.token_id(BOS)
+        windows = np.lib.stride_tricks.sliding_window_view(text, 511)
+        assert (windows == row[1:]).all(1).any()
+
+
+def test_the_tasks_own_filler_is_not_learnt(rows: RowMaker) -> None:
+    kinds = rows.batch(seed=3, batch=24, length=512).kinds
+    learnt = (kinds == 1).any(1)
+    assert 0 < learnt.sum() < 24
+    assert (kinds == 2).any(1).all()
+
+
+@pytest.mark.parametrize("length", [256, 512, 1024, 4096])
+def test_chats_fit_and_every_answer_is_marked(
+    encoder: FileEncoder, rows: RowMaker, length: int
+) -> None:
+    rng, seen = np.random.default_rng(7), set()
+    for number in range(60):
+        builder = (rows.builder, rows.own)[number % 2]
+        ids, spans = rows.row(rng, length, builder)
+        assert len(ids) <= length
+        starts = [i + 1 for i, token in enumerate(ids) if token == encoder.token_id(ASSISTANT)]
+        ends = [ids.index(encoder.token_id(END), start) + 1 for start in starts]
+        assert sorted((a, b) for a, b, _ in spans) == list(zip(starts, ends, strict=True))
+        seen |= {TRAIN_TASKS[task] for _, _, task in spans}
+    assert len(seen) > 10
+
+
+def test_pieces_of_the_corpus_begin_with_whitespace_and_are_all_of_it(
+    encoder: FileEncoder, text: NDArray[np.uint16]
+) -> None:
+    pieces = TokenPieces(encoder, text)
+    assert len(pieces) > 100
+    assert "".join(pieces.texts[:]) == encoder.decode(text.tolist())
+    inner = pieces.texts[1:]
+    assert all(p[0] in " \n" for p in inner)
+    assert pieces.fitting(3, 50) > 3
 
 
 def test_sources_are_where_the_digit_was_first_said(encoder: FileEncoder, rows: RowMaker) -> None:
@@ -85,10 +147,10 @@ def test_each_digit_has_one_head_and_nine_heads_serve() -> None:
     assert (table.flatten(0, 1).sum(0)[2:] == 1).all()
 
 
-def train(out: Path, *arguments: str) -> Trainer:
+def train(out: Path, corpus: Path, *arguments: str) -> Trainer:
     tiny = "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 2 --kv-heads 1 --head-dim 16"
-    small = f"--out {out} --tokenizer {MODEL} --text-tokens 512 --log-every 5 {tiny}"
-    trainer = Trainer(parser().parse_args([*small.split(), *arguments]))
+    small = f"--out {out} --tokenizer {MODEL} --corpus {corpus} --text-tokens 512 --log-every 5"
+    trainer = Trainer(parser().parse_args([*small.split(), *tiny.split(), *arguments]))
     trainer.run()
     return trainer
 
@@ -98,26 +160,83 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_training_resumes_from_its_checkpoint_and_exports(tmp_path: Path) -> None:
-    first = train(tmp_path, "--max-steps", "10", "--seed", "5")
-    again = train(tmp_path, "--max-steps", "30", "--seed", "5", "--resume")
+def test_training_resumes_from_its_checkpoint_and_exports(tmp_path: Path, corpus: Path) -> None:
+    long = ["--seed", "5", "--lr", "0.1", "--time-limit", "1e9"]
+    first = train(tmp_path, corpus, "--max-steps", "10", *long)
+    again = train(tmp_path, corpus, "--max-steps", "30", *long, "--resume")
     assert (first.state.step, again.state.step) == (10, 30)
     assert losses(tmp_path)[-1] < losses(tmp_path)[0]
     exported = load(tmp_path / "export")
     expected = again.model.model.embed_tokens.weight.detach().bfloat16().float()
     assert torch.equal(exported.model.embed_tokens.weight.detach(), expected)
+    assert FileEncoder(tmp_path / "export").vocab_size == 2048
 
 
-def test_chats_train_with_the_spreading_loss(tmp_path: Path) -> None:
-    train(tmp_path, "--max-steps", "4", "--log-every", "2", "--first-stage", "7", "--spread", "0.5")
+def test_training_goes_on_from_an_export_where_the_checkpoint_is_lost(
+    tmp_path: Path, corpus: Path
+) -> None:
+    first = train(tmp_path, corpus, "--max-steps", "10", "--seed", "5")
+    (tmp_path / "checkpoint.pt").unlink()
+    kept = load(tmp_path / "export").state_dict()
+    again = train(tmp_path, corpus, "--max-steps", "10", "--seed", "5", "--resume")
+    assert again.state.step == again.state.warm_from == 10
+    assert again.elapsed >= first.state.seconds > 0
+    assert all(torch.equal(v, kept[k]) for k, v in again.model.state_dict().items())
+
+
+def test_the_rate_warms_up_and_falls_over_the_last_share_of_the_time(
+    tmp_path: Path, corpus: Path
+) -> None:
+    trainer = train(tmp_path, corpus, "--max-steps", "0", "--time-limit", "1000", "--lr", "1.0")
+    rates = []
+    for step, seconds in ((0, 0.0), (500, 100.0), (500, 600.0), (500, 800.0), (500, 1000.0)):
+        trainer.state.step, trainer.base_seconds = step, seconds
+        trainer.started = time.monotonic()
+        rates.append(round(trainer.rate(), 3))
+    assert rates == [0.005, 1.0, 1.0, 0.515, 0.03]
+
+
+def test_a_process_stops_when_asked_and_stages_end_with_their_time(
+    tmp_path: Path, corpus: Path
+) -> None:
+    ended = train(tmp_path, corpus, "--stop-after", "0")
+    assert ended.state.step == 0
+    short = train(
+        tmp_path, corpus, "--time-limit", "3", "--text-tokens", "32768", "--log-every", "1"
+    )
+    assert short.state.stage > 3
+
+
+def test_chats_train_with_the_spreading_loss(tmp_path: Path, corpus: Path) -> None:
+    flags = "--max-steps 4 --log-every 2 --first-stage 7 --spread 0.5"
+    train(tmp_path, corpus, *flags.split())
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert all(np.isfinite(line["spread"]) for line in lines if "text" in line)
+    assert any("text" in line for line in lines)
 
 
-def test_same_seed_trains_the_same_model(tmp_path: Path) -> None:
-    runs = [train(tmp_path / name, "--max-steps", "5", "--seed", "9") for name in "ab"]
+def test_same_seed_trains_the_same_model(tmp_path: Path, corpus: Path) -> None:
+    runs = [train(tmp_path / name, corpus, "--max-steps", "5", "--seed", "9") for name in "ab"]
     for a, b in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_recipe_fills_the_12_mib_that_are_allowed() -> None:
+    args = parser().parse_args(["--tokenizer", "t", "--corpus", "c"])
+    config = ModelConfig(4096, layers=args.layers, intermediate_size=args.intermediate_size)
+    size = 2 * sum(p.numel() for p in ReferenceModel(config).parameters())
+    assert 0.97 * MAX_BYTES < size <= MAX_BYTES
+
+
+def test_the_cost_is_that_of_products_and_causal_attention() -> None:
+    config = ModelConfig(4096, layers=8, intermediate_size=336)
+    short, long = (operations(config, 6_000_000, n) for n in (0, 4096))
+    assert short == 6 * 6_000_000
+    # Scores and outputs: 2 products of 2 operations over half of the positions; backward 2.5 times.
+    assert long - short == 3.5 * (2 * 2 * 4096 / 2) * 8 * 64 * 8
+    stages = estimate(config, 1000.0, 65536)
+    assert [length for length, _, _ in stages[:-1]] == [256, 512, 1024, 2048, 4096, 8192]
+    assert sum(tokens for _, tokens, _ in stages) <= 920 * 1.3e6
 
 
 def test_models_over_the_size_limit_are_not_exported(tmp_path: Path, encoder: FileEncoder) -> None:
