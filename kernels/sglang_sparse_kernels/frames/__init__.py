@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frames on the device for blocks of KV that lie in host memory, replaced by recency."""
 
-from .api import begin_step, find_frames, load_blocks, pin_pages, release_pages
+from .api import (
+    begin_step,
+    find_frames,
+    flush_pages,
+    load_blocks,
+    pin_pages,
+    release_pages,
+    store_tokens,
+)
 from .types import COUNTERS, FoundFrames, FrameDemand, FramePool, make_host_blocks
 
 __all__ = [
@@ -11,8 +19,10 @@ __all__ = [
     "FramePool",
     "begin_step",
     "find_frames",
+    "flush_pages",
     "load_blocks",
     "make_host_blocks",
     "pin_pages",
     "release_pages",
+    "store_tokens",
 ]

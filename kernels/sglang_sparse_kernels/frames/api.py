@@ -3,10 +3,24 @@
 
 import torch
 
-from ..common import IMPLS, Impl, check_choice, check_contiguous, check_dtype, check_shape
+from ..common import (
+    IMPLS,
+    Impl,
+    check_choice,
+    check_contiguous,
+    check_dense_rows,
+    check_dtype,
+    check_shape,
+)
 from ..plan import DecodePlan
 from ..records import Lists
-from .reference import begin_step_reference, find_frames_reference, load_blocks_reference
+from .reference import (
+    begin_step_reference,
+    find_frames_reference,
+    flush_pages_reference,
+    load_blocks_reference,
+    store_tokens_reference,
+)
 from .types import MISSING, FoundFrames, FramePool
 
 
@@ -63,8 +77,7 @@ def find_frames(
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a batch that does not fit.
     """
     check_choice("impl", impl, IMPLS)
-    if not 0 <= layer < pool.frame_of.shape[0]:
-        raise ValueError(f"layer={layer} is none of the pool's {pool.frame_of.shape[0]}")
+    _check_layer(pool, layer)
     check_dtype("page_table", page_table, torch.int32)
     found.check(pool, page_table, plan, lists)
     if impl != "triton":
@@ -93,11 +106,72 @@ def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl
     if impl != "triton":
         load_blocks_reference(pool, host, found)
         return
-    if pool.k.is_cuda and not host.is_pinned():
-        raise ValueError("host must be pinned memory")
     from .load_kernel import load_blocks_triton
 
     load_blocks_triton(pool, host, found)
+
+
+def store_tokens(
+    pool: FramePool,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    impl: Impl,
+) -> None:
+    """Write the keys and values of new tokens of a layer to the pinned frames of their pages.
+
+    Tokens of pages that are not pinned are not written, as those of padding rows.
+
+    Args:
+        pool: its pinned frames are written.
+        layer: of the pool's layers.
+        k, v: [n, H, D] in the pool's dtype, any stride between rows.
+        slots: int32 or int64 [n], distinct KV slots; slot s is row ``s % P`` of page ``s // P``.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape.
+    """
+    check_choice("impl", impl, IMPLS)
+    _check_pages("slots", slots)
+    _check_layer(pool, layer)
+    for name, rows in {"k": k, "v": v}.items():
+        check_shape(name, rows, (slots.shape[0], pool.heads, pool.k.shape[2]))
+        check_dtype(name, rows, pool.k.dtype)
+        check_dense_rows(name, rows)
+    if impl != "triton":
+        store_tokens_reference(pool, layer, k, v, slots)
+        return
+    from .store_kernel import store_tokens_triton
+
+    store_tokens_triton(pool, layer, k, v, slots)
+
+
+def flush_pages(pool: FramePool, host: torch.Tensor, pages: torch.Tensor, *, impl: Impl) -> None:
+    """Copy the blocks of pinned pages to host memory, of all layers and KV heads.
+
+    They stay pinned until they are released. Pages that are not pinned are left out.
+
+    Args:
+        pool: read.
+        host: as for :func:`load_blocks`; written.
+        pages: int32 or int64 [n], distinct physical pages, or negative for none.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape, memory that is not pinned.
+    """
+    check_choice("impl", impl, IMPLS)
+    _check_pages("pages", pages)
+    pool.check_host(host)
+    if impl != "triton":
+        flush_pages_reference(pool, host, pages)
+        return
+    from .store_kernel import flush_pages_triton
+
+    flush_pages_triton(pool, host, pages)
 
 
 def release_pages(pool: FramePool, pages: torch.Tensor) -> None:
@@ -143,3 +217,8 @@ def _check_pages(name: str, pages: torch.Tensor) -> None:
     check_shape(name, pages, (-1,))
     check_dtype(name, pages, torch.int32, torch.int64)
     check_contiguous(name, pages)
+
+
+def _check_layer(pool: FramePool, layer: int) -> None:
+    if not 0 <= layer < pool.frame_of.shape[0]:
+        raise ValueError(f"layer={layer} is none of the pool's {pool.frame_of.shape[0]}")

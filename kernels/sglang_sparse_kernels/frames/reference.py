@@ -109,3 +109,30 @@ def load_blocks_reference(pool: FramePool, host: torch.Tensor, found: FoundFrame
     loaded = take(host.view(-1, *host.shape[3:]), (blocks.to(host.device),)).to(pool.k.device)
     for rows, part in ((pool.k, 0), (pool.v, 1)):
         put(rows.view(-1, *host.shape[4:]), (frames,), loaded[:, part])
+
+
+def store_tokens_reference(
+    pool: FramePool, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """See :func:`sglang_sparse_kernels.frames.store_tokens`."""
+    slots = slots.long()
+    frames = pool.frame_of[layer, slots // pool.page_size].long()  # [n, H]
+    pinned = frames >= pool.cached
+    rows = (frames * pool.page_size + (slots % pool.page_size)[:, None])[pinned]
+    for stored, fresh in ((pool.k, k), (pool.v, v)):
+        put(stored, (rows, 0), take(fresh, (pinned,)))
+
+
+def flush_pages_reference(pool: FramePool, host: torch.Tensor, pages: torch.Tensor) -> None:
+    """See :func:`sglang_sparse_kernels.frames.flush_pages`."""
+    for page in pages[pages >= 0].tolist():
+        frames = pool.frame_of[:, page].long()
+        pinned = frames >= pool.cached
+        for stored, part in ((pool.k, 0), (pool.v, 1)):
+            blocks = take(stored.view(-1, *host.shape[4:]), (frames[pinned],))
+            layer, head = pinned.nonzero(as_tuple=True)
+            put(
+                host,
+                (layer.to(host.device), page, head.to(host.device), part),
+                blocks.to(host.device),
+            )

@@ -184,6 +184,8 @@ class FramePool:
         check_shape("host", host, shape)
         check_dtype("host", host, self.k.dtype)
         check_contiguous("host", host)
+        if self.k.is_cuda and not host.is_pinned():
+            raise ValueError("host must be pinned memory")
 
 
 def make_host_blocks(pool: FramePool) -> torch.Tensor:
