@@ -50,12 +50,12 @@ def curriculum(vocab: int, text_tokens: int) -> list[Stage]:
     stages += [
         Stage("text", n, target, text_tokens, until, wide)
         for n, target, until in (
-            (256, 0.93, 0.14),
-            (512, 0.93, 0.20),
-            (1024, 0.93, 0.28),
-            (2048, 0.95, 0.37),
-            (4096, 0.95, 0.47),
-            (8192, 0.95, 0.57),
+            (256, 0.93, 0.15),
+            (512, 0.93, 0.21),
+            (1024, 0.93, 0.29),
+            (2048, 0.95, 0.38),
+            (4096, 0.95, 0.48),
+            (8192, 0.95, 0.58),
         )
     ]
     stages.append(Stage("text", 16384, 2.0, text_tokens, 1.0, wide))

@@ -8,7 +8,7 @@ learnt: a model would know it by heart.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, FileEncoder
 from sglang_sparse.tasks.layout import ContextBuilder, DoesNotFit
 from sglang_sparse.tasks.needles import depths, pick
 from sglang_sparse.tasks.registry import READING_TASKS, TASKS
+from sglang_sparse.tasks.relations import wrapped
 from sglang_sparse.tasks.sample import FillerStyle, Needle, Problem, Question
 from sglang_sparse.tasks.words import Split, keys, values
 
@@ -47,6 +48,16 @@ _NOUNS = tuple(
         "\n", ""
     ).split("|")
 )
+_FACT_FORMS = (
+    "What is the {}?",
+    "What is the {}?",
+    "Tell me the {}.",
+    "Do you know the {}?",
+    "I need the {}.",
+    "The {}?",
+)
+# Of the questions that have one form in the tasks: so many are asked with words around them.
+_REWORDED = 0.3
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -72,8 +83,15 @@ def general_fact(rng: np.random.Generator, split: Split, length: int) -> Problem
         subject = noun if rng.random() < 0.6 else f"{noun} of {pick(rng, keys(split), 1)[0]}"
         statement = f"The {subject} is {_value(rng, split)}."
         needles.append(Needle(statement, depths(rng, 1)[0]))
-        questions.append(Question("fact", f"What is the {subject}?", statement, ()))
+        form = _FACT_FORMS[int(rng.integers(len(_FACT_FORMS)))]
+        questions.append(Question("fact", form.format(subject), statement, ()))
     return Problem(tuple(needles), tuple(questions))
+
+
+def _reworded(rng: np.random.Generator, question: Question) -> Question:
+    if rng.random() >= _REWORDED:
+        return question
+    return replace(question, prompt=wrapped(rng, "train", question.prompt))
 
 
 def _value(rng: np.random.Generator, split: Split) -> str:
@@ -179,7 +197,8 @@ class RowMaker:
             if needles and 17 * (len(needles) + len(problem.needles)) > length // 3:
                 continue
             needles += problem.needles
-            questions += problem.questions
+            plain = name not in READING_TASKS
+            questions += [_reworded(rng, q) if plain else q for q in problem.questions]
             style = problem.style
         order = rng.permutation(len(questions))
         return Problem(tuple(needles), tuple(questions[i] for i in order), style)

@@ -116,6 +116,24 @@ def test_chats_fit_and_every_answer_is_marked(
     assert len(seen) > 10
 
 
+def test_questions_of_one_form_are_also_asked_with_words_around_them(
+    encoder: FileEncoder, rows: RowMaker
+) -> None:
+    rng, asked = np.random.default_rng(2), []
+    for _ in range(80):
+        ids, spans = rows.row(rng, 1024, rows.own)
+        marker = encoder.token_id(ASSISTANT)
+        for first, last, task in spans:
+            if TRAIN_TASKS[task] in ("single_key", "multi_key", "passkey", "fact"):
+                question = encoder.decode(ids[max(first - 60, 0) : first]).split("\n")[-1]
+                assert ids[first - 1] == marker
+                asked.append((question, encoder.decode(ids[first:last])))
+    plain = [q for q, _ in asked if "What is the" in q]
+    assert 0 < len(plain) < len(asked)
+    assert any("Please tell me: " in q or "Question: " in q for q, _ in asked)
+    assert all(answer.startswith("The ") for _, answer in asked)
+
+
 def test_pieces_of_the_corpus_begin_with_whitespace_and_are_all_of_it(
     encoder: FileEncoder, text: NDArray[np.uint16]
 ) -> None:
