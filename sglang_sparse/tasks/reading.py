@@ -28,6 +28,7 @@ CHAINS = (
 )
 _SIMILAR = (4, 8, 16, 32, 64)
 _KEY_TOKENS = 52
+_MOST_ASKED = 16
 _FACT_TOKENS = 80
 
 
@@ -57,7 +58,7 @@ def similar_keys(rng: Rng, split: Split, length: int) -> Problem:
     )
     questions = tuple(
         Question("similar_keys", f"What is the magic number for {k}?", fact(k, v), (v,))
-        for k, v in list(zip(keys, numbers, strict=True))[:4]
+        for k, v in list(zip(keys, numbers, strict=True))[:_MOST_ASKED]
     )
     return Problem(needles, questions)
 
@@ -87,7 +88,7 @@ def _told(rng: Rng, split: Split, length: int, task: str) -> Problem:
             question = wrapped(rng, split, say(relation.questions.draw(rng, split), subject))
         needles.append(Needle(say(template, subject, value), depth))
         questions.append(answered(task, relation, say(question, subject), subject, word))
-    return Problem(tuple(needles), tuple(questions[:4]))
+    return Problem(tuple(needles), tuple(questions))
 
 
 def answered(task: str, relation: Relation, prompt: str, subject: str, word: str) -> Question:
@@ -126,7 +127,7 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
         questions.append(
             Question("joined", say(last.question, phrase), " ".join(hops), (nodes[-1],), last.value)
         )
-    return Problem(tuple(needles), tuple(questions[:3]))
+    return Problem(tuple(needles), tuple(questions))
 
 
 def _levels(rng: Rng, split: Split, chain: Sequence[Relation], count: int) -> list[list[str]]:
