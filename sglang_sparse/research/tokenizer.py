@@ -54,7 +54,7 @@ def build(lines: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Any:
 def save(tokenizer: Any, folder: Path) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` with the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
