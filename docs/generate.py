@@ -30,6 +30,8 @@ TITLES = {
     "backend": "Server flags and models",
     "bounded": "Server flags and models",
     "state_pools": "Server flags and models",
+    "windowed": "Server flags and models",
+    "window_pools": "Server flags and models",
     "compat": "Server flags and models",
     "hooks": "Server flags and models",
     "flags": "Flags of this plugin",

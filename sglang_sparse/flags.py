@@ -19,6 +19,7 @@ from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
 from sglang_sparse.reach import check_reach
 from sglang_sparse.speculation.flags import check_speculation
+from sglang_sparse.windowed import check_windowed
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -132,6 +133,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
         resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
     )
     check_bounded(args, resolved)
+    check_windowed(args, resolved)
     check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
     args.radix_cache_backend = BACKEND

@@ -39,5 +39,10 @@ def _register_parts() -> None:
 
     register_attention_backend(BACKEND)(create_backend)
     version = compat.current()
-    tree_factory.register(version.tree_class(), version.hierarchical_tree_class, sparse_from)
+    tree_factory.register(
+        version.tree_class(),
+        version.hierarchical_tree_class,
+        version.window_tree_class,
+        sparse_from,
+    )
     Engine.server_args_class = staticmethod(engine_server_args)

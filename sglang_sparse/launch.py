@@ -50,3 +50,9 @@ def bounded_of(server_args: Any) -> BoundedRetention | None:
     launch = launch_of(server_args)
     retention = None if launch is None else launch.config.retention
     return retention if isinstance(retention, BoundedRetention) else None
+
+
+def windowed_launch_of(server_args: Any) -> SparseLaunch | None:
+    """The launch of a server whose streaming heads hold windows only; None for any other."""
+    launch = launch_of(server_args)
+    return launch if launch is not None and launch.config.retention.by_head else None

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.registry import (
     get_radix_cache_factory,
     register_radix_cache_backend,
 )
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 BACKEND_NAME = "sparse"
 SparseFromRequest = Callable[[Any, Any], SparseFrom]
 HierarchicalClass = Callable[[], type[SparseRadixCache] | None]
+WindowClass = Callable[[], type[Any] | None]
 
 
 def create_sparse_radix_cache(
@@ -39,6 +41,7 @@ def create_sparse_radix_cache(
     *,
     cache_class: type[SparseRadixCache],
     hierarchical_class: HierarchicalClass,
+    window_class: WindowClass,
     sparse_from: SparseFromRequest,
 ) -> BasePrefixCache:
     """Factory of `--radix-cache-backend sparse`, for `registry.py` `create_tree_cache`.
@@ -47,6 +50,7 @@ def create_sparse_radix_cache(
         ctx: SGLang's.
         cache_class: the subclass of `SparseRadixCache` for the SGLang that is installed.
         hierarchical_class: gives the same over its hierarchical cache; asked only where that is on.
+        window_class: gives the tree of a pool whose streaming heads hold windows; asked only there.
         sparse_from: from where a request of a server attends sparsely.
 
     Returns:
@@ -59,7 +63,8 @@ def create_sparse_radix_cache(
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     states = isinstance(pool, StateKVPool)
     problem = find_unsupported(cache_class.flags(ctx.server_args))
-    if not states:
+    split = getattr(pool, "shape", None) if isinstance(pool, SWAKVPool) else None
+    if not states and split is None:
         problem = problem or _unsupported_build(ctx)
     if problem is not None:
         raise ValueError(problem)
@@ -70,6 +75,11 @@ def create_sparse_radix_cache(
     if ctx.disable_radix_cache:
         return default_radix_cache_factory(ctx)
     of_request = partial(sparse_from, ctx.server_args)
+    if split is not None:
+        windows = window_class()
+        assert windows is not None, "check_windowed refused this sglang"
+        tree: Any = windows(ctx.params, sink=split.sink)
+        return tree
     if not ctx.enable_hierarchical_cache:
         return cache_class(ctx.params, of_request)
     host_tier = hierarchical_class()
@@ -78,7 +88,7 @@ def create_sparse_radix_cache(
             "--enable-hierarchical-cache is on: it is not tested on this sglang; allowed: unset; "
             "start without --enable-hierarchical-cache"
         )
-    tree: Any = host_tier(ctx.params, of_request, server_args=ctx.server_args)
+    tree = host_tier(ctx.params, of_request, server_args=ctx.server_args)
     tree.forward_stream = ctx.tp_worker.model_runner.forward_stream
     ctx.tp_worker.register_hicache_layer_transfer_counter(tree.cache_controller.layer_done_counter)
     return tree
@@ -87,12 +97,13 @@ def create_sparse_radix_cache(
 def register(
     cache_class: type[SparseRadixCache],
     hierarchical_class: HierarchicalClass,
+    window_class: WindowClass,
     sparse_from: SparseFromRequest,
 ) -> None:
     """Register the factory as `"sparse"`; calling it again is harmless.
 
     Args:
-        cache_class, hierarchical_class: as in `create_sparse_radix_cache`.
+        cache_class, hierarchical_class, window_class: as in `create_sparse_radix_cache`.
         sparse_from: from where a request attends sparsely, by `ServerArgs` and `Req`.
 
     Raises:
@@ -102,6 +113,7 @@ def register(
         create_sparse_radix_cache,
         cache_class=cache_class,
         hierarchical_class=hierarchical_class,
+        window_class=window_class,
         sparse_from=sparse_from,
     )
     known = get_radix_cache_factory(BACKEND_NAME)

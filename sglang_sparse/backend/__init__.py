@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.launch import bounded_of
+from sglang_sparse import banner
+from sglang_sparse.launch import bounded_of, windowed_launch_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+logger = logging.getLogger(__name__)
 
 
 def create_backend(runner: Any) -> AttentionBackend:
@@ -24,6 +28,10 @@ def create_backend(runner: Any) -> AttentionBackend:
         from sglang_sparse.backend.inner import dense_backend
 
         return dense_backend(runner)
-    from sglang_sparse.backend.attention import SparseAttentionBackend
-
-    return SparseAttentionBackend(runner)
+    if windowed_launch_of(runner.server_args) is None:
+        from sglang_sparse.backend.attention import SparseAttentionBackend as Selecting
+    else:
+        from sglang_sparse.backend.windowed import WindowedAttentionBackend as Selecting
+    backend = Selecting(runner)
+    logger.info(banner.text(backend.facts()))
+    return backend

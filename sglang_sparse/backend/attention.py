@@ -9,7 +9,6 @@ is always attended to, so that no selection needs its plane entry yet.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-from sglang_sparse import banner, compat, pools
+from sglang_sparse import compat, pools
 from sglang_sparse.backend.allocate import allocate
 from sglang_sparse.backend.counters import DecodeCounters
 from sglang_sparse.backend.decode import DecodeSteps
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
-
-logger = logging.getLogger(__name__)
 
 Write = Callable[[], None]
 Dense = Callable[[], torch.Tensor]
@@ -115,7 +112,6 @@ class SparseAttentionBackend(AttentionBackend):
         self.extend = ExtendSteps(build, prefill, self.requests, table, runner.dtype)
         self._selected: Variant | None = None
         self._last_layer = pool.end_layer - 1
-        logger.info(banner.text(self.facts()))
 
     # Properties that SGLang reads from any backend.
 

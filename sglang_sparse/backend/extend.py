@@ -22,6 +22,7 @@ class ExtendSteps:
     """Plans prefill batches, and brings planes up to date with what they wrote.
 
     Attributes:
+        page_table: int32 [requests, max_pages], pages of the batch that was planned last.
         batch: what the prefill choice planned, or None for a batch that attends to everything.
         planned: batches so far, by variant.
     """
@@ -42,6 +43,7 @@ class ExtendSteps:
         self._req_to_token = req_to_token
         self._max_pages = -(-req_to_token.shape[1] // build.pool.page_size)
         self._written: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None
+        self.page_table = torch.empty(0, dtype=torch.int32)
         self.batch: Any = None
         self.planned: dict[Variant, int] = {"dense": 0, "sparse": 0}
         if prefill is not None:
@@ -63,6 +65,7 @@ class ExtendSteps:
         end = seq_lens.to(torch.int32)
         start = forward_batch.extend_prefix_lens.to(torch.int32)
         longest = max(forward_batch.extend_seq_lens_cpu, default=1)
+        self.page_table = page_table
         self._written = (page_table, start, end, longest)
         self._requests.start_decoding(slots, end)
         self.batch = None

@@ -37,7 +37,13 @@ class Point(Protocol):
     def recent_tokens(self) -> int: ...
 
     @property
+    def min_sparse_tokens(self) -> int: ...
+
+    @property
     def layers(self) -> LayersChoice: ...
+
+    @property
+    def heads(self) -> HeadsChoice: ...
 
     @property
     def score(self) -> ScoreChoice: ...
@@ -284,10 +290,12 @@ class RetentionChoice(Choice, ABC):
     Attributes:
         bounded: a request holds a number of tokens that does not grow with its length. Then no
             layer selects: each attends to everything that is held.
+        by_head: streaming heads hold less than the others, in a pool of their own.
     """
 
     kind: str
     bounded: ClassVar[bool] = False
+    by_head: ClassVar[bool] = False
 
     @property
     def most_tokens(self) -> int | None:
@@ -309,6 +317,14 @@ class RetentionChoice(Choice, ABC):
                     allowed=f"{needed}, and none of these else",
                     remedy=f"change {axis} or retention, or start from a preset",
                 )
+
+    def check_model(self, point: Point, model: ModelShape) -> None:
+        """Refuse, with `InvalidConfig`, a model of which `point` cannot hold tokens like that."""
+
+    @property
+    def window_share(self) -> float:
+        """Tokens that streaming heads have room for, as a share of those of the others."""
+        return 1.0
 
     @property
     def kept_prefixes(self) -> int:

@@ -89,6 +89,9 @@ class SGLangVersion(Protocol):
     def hierarchical_tree_class(self) -> type[SparseRadixCache] | None:
         """The same over SGLang's hierarchical cache; None where that is not tested."""
 
+    def window_tree_class(self) -> type[Any] | None:
+        """SGLang's tree of two pools, with sinks; None where its rules do not allow them."""
+
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""
 

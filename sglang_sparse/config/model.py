@@ -200,13 +200,14 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
     config.heads.check_model(geometry)
     config.score.check_model(geometry)
     config.layers.check_model(geometry)
+    config.retention.check_model(config, geometry)
 
 
 def preset_hash(config: SparseConfig) -> str:
     """Return 12 hexadecimal digits that change with anything in `config` but its description."""
     skipped: dict[str, Any] = {"description": True}
     # What came later is left out where it is as if it were not there, so that hashes stay.
-    if not config.retention.bounded:
+    if config.retention == KeepAll():
         skipped["retention"] = True
     if config.heads == RetrievalHeads():
         skipped["heads"] = True

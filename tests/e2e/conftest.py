@@ -18,7 +18,7 @@ from streaming_heads import STREAMING
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 # Elsewhere the hierarchical cache is refused.
-collect_ignore = [] if version("sglang") == "0.5.17" else ["test_host_tier.py"]
+collect_ignore = [] if version("sglang") == "0.5.17" else ["test_host_tier.py", "test_windows.py"]
 # What anchors reach, and so what the layers between them attend to, is the whole context.
 EVERYTHING = {
     "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
@@ -45,6 +45,15 @@ ONE_LIST = {
 }
 # The budget as shipped; a request may ask for the whole context.
 ASKED = {"budget": {"max_fraction": 1.0}, "min_sparse_tokens": 64}
+# As many heads stream in each layer. Prompts see the windows in both.
+EQUAL_STREAMING = {
+    "layers": {"kind": "every"},
+    "heads": STREAMING | {"streaming": [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [1, 2]]},
+}
+HELD: dict[str, dict[str, object]] = {
+    "kept": {"prefill": ALL_BLOCKS | {"min_tokens": 1}},
+    "given-back": {"retention": {"kind": "streaming_window", "share": 0.125}},
+}
 WHOLE_MASS = {
     "budget": {"epsilon": 1.0, "cap": 32768},
     "min_sparse_tokens": 64,
@@ -274,6 +283,20 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
+    # The same heads with and without windows of their own; a pool that a few prompts overfill.
+    **{
+        f"windows-{held}": (
+            [
+                *SPARSE,
+                "page_minmax",
+                *("--sparse-config", json.dumps(CHOOSY | EQUAL_STREAMING | more)),
+                *("--chunked-prefill-size", "512", "--max-total-tokens", "8192"),
+                *("--enable-cache-report", "--disable-overlap-schedule"),
+            ],
+            {"SGLANG_SPARSE_VERIFY": "1"},
+        )
+        for held, more in HELD.items()
+    },
     # One list for all heads, which every layer reads through a map.
     "kascade-heads-everything": (
         [
@@ -316,7 +339,7 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "tokenizers"),
     *("programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve", "cascade"),
+    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve", "windows", "cascade"),
 )
 
 

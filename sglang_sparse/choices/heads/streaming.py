@@ -60,6 +60,7 @@ class StreamingHeads(HeadsChoice):
 
     A request streams where it is sparse: below `min_sparse_tokens`, and in layers that attend to
     everything, all heads do. Prompts stream under prefill `block_bounds` alone.
+    Under retention `streaming_window` these heads always stream.
     """
 
     kind: Literal["streaming"] = "streaming"

@@ -19,6 +19,8 @@
 ``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
     PyTorch index writes on the CPU. SGLang avoids Triton there by the backend's name, and does not
     know the name "sparse".
+``mem_cache/swa_memory_pool.py: SWAKVPool``, ``mem_cache/unified_radix_cache.py: UnifiedRadixCache``
+    Two pools, of which one holds windows, see :mod:`.windows`, :mod:`sglang_sparse.window_pools`.
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
 ``entrypoints/http_server.py: _setup_and_run_http_server``
@@ -46,8 +48,13 @@ _SRT = "sglang.srt"
 _CPU = "sglang_sparse.compat.v0517.cpu"
 _CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
 _SPECULATION = "sglang_sparse.speculation.hooks"
+_WINDOWS = "sglang_sparse.window_pools"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_MODEL_RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
+_KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_UNIFIED = f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_WINDOW = f"{_SRT}.mem_cache.unified_cache.components.swa_component.SWAComponent"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _HOST_TREE = f"{_SRT}.mem_cache.hiradix_cache.HiRadixCache"
 _HOST_POOL = f"{_SRT}.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
@@ -104,6 +111,14 @@ HOOKS = (
         f"{_CPU}:init_model_parallel_group",
         "around",
     ),
+    Hook(f"{_MODEL_RUNNER}.init_kv_cache_configurator", f"{_WINDOWS}:announce_windows", "around"),
+    Hook(
+        f"{_SRT}.model_executor.pool_configurator.create_memory_pool_configurator",
+        f"{_WINDOWS}:create_configurator",
+        "around",
+    ),
+    Hook(f"{_KV}._build_token_to_kv_pool", f"{_WINDOWS}:build_token_to_kv_pool", "around"),
+    Hook(f"{_KV}._build_token_to_kv_pool_allocator", f"{_WINDOWS}:build_allocator", "around"),
 )
 
 SEAMS = (
@@ -130,6 +145,19 @@ SEAMS = (
     f"{_ALLOCATOR}.alloc_decode",
     f"{_PLATFORM}.get_mha_kv_pool_cls",
     f"{_PLATFORM}.get_paged_allocator_cls",
+    f"{_SRT}.mem_cache.swa_memory_pool.SWAKVPool.__init__",
+    f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator.__init__",
+    f"{_SRT}.mem_cache.common.free_swa_out_of_window_slots",
+    f"{_UNIFIED}.__init__",
+    f"{_UNIFIED}.match_prefix",
+    f"{_UNIFIED}.dec_swa_lock_only",
+    f"{_WINDOW}.__init__",
+    f"{_WINDOW}.commit_insert_component_data",
+    f"{_WINDOW}.prepare_for_caching_req",
+    f"{_WINDOW}.acquire_component_lock",
+    f"{_WINDOW}.release_component_lock",
+    f"{_WINDOW}._evict_device_start",
+    f"{_WINDOW}._evict_device_next_node",
 )
 
 
@@ -167,6 +195,13 @@ def hierarchical_tree_class() -> type[SparseRadixCache]:
     from sglang_sparse.compat.v0517.host_tier import BranchingHiRadixCache
 
     return BranchingHiRadixCache
+
+
+def window_tree_class() -> type[Any]:
+    """SGLang's tree of two pools, with sinks."""
+    from sglang_sparse.compat.v0517.windows import WindowRadixCache
+
+    return WindowRadixCache
 
 
 def variant_being_captured() -> Variant:

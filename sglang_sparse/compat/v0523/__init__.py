@@ -102,6 +102,10 @@ def hierarchical_tree_class() -> None:
     """None: the hierarchical cache is not tested on this version."""
 
 
+def window_tree_class() -> None:
+    """None: windows of streaming heads are not tested on this version."""
+
+
 def variant_being_captured() -> Variant:
     """Which decode graph is captured at this moment."""
     from sglang_sparse.compat.v0523 import graphs

@@ -16,7 +16,7 @@ from sglang_sparse import compat
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside
 # Refused on other versions.
 collect_ignore = [] if compat.current().SPECULATIVE else ["test_drafts.py"]
-collect_ignore += [] if version("sglang") == "0.5.17" else ["test_host_tier.py"]
+collect_ignore += [] if version("sglang") == "0.5.17" else ["test_host_tier.py", "test_windows.py"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,9 @@ def published_server_args() -> Iterator[object]:
         trees = registry._RADIX_CACHE_REGISTRY
         plugins = trees.pop(BACKEND_NAME, None)
         sglang = compat.current()
-        register(sglang.tree_class(), sglang.hierarchical_tree_class, asked_for)
+        register(
+            sglang.tree_class(), sglang.hierarchical_tree_class, sglang.window_tree_class, asked_for
+        )
         yield server_args
         del trees[BACKEND_NAME]
         if plugins is not None:

@@ -234,7 +234,7 @@ class MemorySide:
         self.start_loading(batch)
         for req in batch_reqs:
             if req is not self.chunked:
-                invariants.check_prefix(self, req)
+                self.check_prefix(req)
         batch.prepare_for_extend()
         for req in partial:
             req.inflight_middle_chunks += 1
@@ -368,6 +368,10 @@ class MemorySide:
     def loaded(self, pages: torch.Tensor) -> torch.Tensor:
         """bool `[n]`, which of `pages` hold what their owner takes them to hold."""
         return torch.ones(len(pages), dtype=torch.bool)
+
+    def check_prefix(self, req: Req) -> None:
+        """A request takes over nothing that it would not have computed itself."""
+        invariants.check_prefix(self, req)
 
     def check(self) -> None:
         """Planes equal recomputation, no page is lost or owned twice."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, release_req
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req, release_kv_cache
 from sglang.srt.runtime_context import get_server_args
 
@@ -56,11 +57,13 @@ def extend_end(req: Req) -> int:
 
 
 def lock(req: Req, tree: Any) -> None:
-    tree.inc_lock_ref(req.last_node)
+    result = tree.inc_lock_ref(req.last_node)
+    if tree.supports_swa():
+        req.swa_uuid_for_lock, req.skip_lock_node_ids = result.swa_uuid_for_lock, {}
 
 
 def unlock(req: Req, tree: Any) -> None:
-    tree.dec_lock_ref(req.last_node)
+    tree.dec_lock_ref(req.last_node, DecLockRefParams(swa_uuid_for_lock=req.swa_uuid_for_lock))
 
 
 def checkpoint(req: Req, tree: Any, *, chunked: bool) -> None:

@@ -23,6 +23,17 @@ SHAPE = {
 }  # fmt: skip
 
 
+def sizing_of(kvc):
+    """SGLang's sizing of one pool, with the bytes of planes."""
+    sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
+    sizing.kv_cache_dtype_str = kvc.kv_cache_dtype_str
+    sizing._fixed_overhead_bytes = 0  # scratch of sharded pages, from 0.5.23 on
+    # Another test of this process may have loaded the plugin.
+    original = inspect.unwrap(DefaultPoolConfigurator._compute_cell_size)
+    sizing._cell_size = compute_cell_size(original, sizing, kvc, 32)
+    return sizing
+
+
 @pytest.fixture
 def tokens_of(tmp_path):
     """``max_total_num_tokens`` of a preset and KV dtype, as the hooked SGLang computes it."""
@@ -34,13 +45,7 @@ def tokens_of(tmp_path):
                 geometry = Geometry.from_hf_config(model.hf_config.to_dict(), name="8b")
                 resolved = resolve_with_source(method, None, geometry)
                 attach(kvc.server_args, SparseLaunch(resolved))
-            sizing = DefaultPoolConfigurator.__new__(DefaultPoolConfigurator)
-            sizing.kv_cache_dtype_str = kvc.kv_cache_dtype_str
-            sizing._fixed_overhead_bytes = 0  # scratch of sharded pages, from 0.5.23 on
-            # Another test of this process may have loaded the plugin.
-            original = inspect.unwrap(DefaultPoolConfigurator._compute_cell_size)
-            sizing._cell_size = compute_cell_size(original, sizing, kvc, 32)
-            return sizing.calculate_pool_sizes(FREE_BYTES, PAGE).max_total_num_tokens
+            return sizing_of(kvc).calculate_pool_sizes(FREE_BYTES, PAGE).max_total_num_tokens
 
     return tokens
 

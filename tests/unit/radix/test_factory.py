@@ -33,6 +33,7 @@ def create(context):
         context,
         cache_class=version.tree_class(),
         hierarchical_class=version.hierarchical_tree_class,
+        window_class=version.window_tree_class,
         sparse_from=asked_for,
     )
 
@@ -55,7 +56,12 @@ def test_registering_twice_is_harmless():
     before = get_radix_cache_factory("sparse")
     version = compat.current()
     for _ in range(2):
-        register(version.tree_class(), version.hierarchical_tree_class, asked_for)
+        register(
+            version.tree_class(),
+            version.hierarchical_tree_class,
+            version.window_tree_class,
+            asked_for,
+        )
     assert get_radix_cache_factory("sparse") is before
 
 
@@ -65,6 +71,7 @@ def test_another_rule_for_sparse_requests_is_not_taken_in_silence():
         register(
             version.tree_class(),
             version.hierarchical_tree_class,
+            version.window_tree_class,
             lambda server_args, req: SparseFrom(),
         )
 

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming heads that hold windows only, over HTTP, beside the same heads that hold everything."""
+
+from __future__ import annotations
+
+import urllib.error
+from collections.abc import Callable
+
+import pytest
+from live_server import LiveServer, logprobs, token_ids
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+TOKENS, SHARE = 8, 0.125
+KEPT, GIVEN_BACK = "windows-kept", "windows-given-back"
+
+
+def schedule(prompts: list[list[int]]) -> list[list[list[int]]]:
+    """Batches of prompts: short, repeated, branching in a prefix whose windows were given back."""
+    one, two, three = prompts[4][:3000], prompts[9][:1500], prompts[14][:1500]
+    branches = [one[:length] + two[:20] for length in (40, 130, 700, 1900)]
+    return [
+        *([one[:40]], [one[:1200]], [one[:1200] + two[:3]], [one], [two, three], [one]),
+        *([branch] for branch in branches),
+        branches,
+    ]
+
+
+def test_answers_are_those_of_heads_that_hold_everything(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    answers = {}
+    for name in (KEPT, GIVEN_BACK):
+        live = server(name)
+        live.flush()
+        answers[name] = [
+            answer
+            for batch in schedule(prompts)
+            for answer in live.generate(batch, TOKENS, ignore_eos=True)
+        ]
+    kept, given_back = answers[KEPT], answers[GIVEN_BACK]
+    assert token_ids(given_back) == token_ids(kept)
+    change = [abs(a - b) for a, b in zip(logprobs(kept), logprobs(given_back), strict=True)]
+    assert max(change) <= 1e-3
+    found = [
+        [answer["meta_info"]["cached_tokens"] for answer in those] for those in (kept, given_back)
+    ]
+    # Prefixes are shared, though shorter ones where a window is gone.
+    assert sum(found[0]) > sum(found[1]) > 0
+    state = server(GIVEN_BACK).sparse_state()
+    assert state["decode_steps"]["sparse"] > 0
+    assert state["plane_check"]["wrong"] == 0
+    assert state["plane_check"]["pages"] > 0
+
+
+def test_memory_holds_the_windows_of_streaming_heads_and_is_counted(server: Server) -> None:
+    kept, given_back = (server(name).sparse_state()["kv_bytes"] for name in (KEPT, GIVEN_BACK))
+    # Two of four heads stream. Each pool has a page of padding beside its tokens.
+    pages, windows, half = 8192 // 64, int(8192 * SHARE) // 64, kept / (8192 // 64 + 1) / 2
+    assert given_back == pytest.approx(half * (pages + windows + 2), rel=1e-6)
+    assert server(GIVEN_BACK).call("/server_info")["max_total_num_tokens"] == 8192
+
+
+def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]) -> None:
+    live = server(GIVEN_BACK)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        live.generate([prompts[0][:50]], 1, custom_params={"sparse": {"mode": "dense"}})
+    assert refused.value.code == 400
+    assert "holds only sinks and windows" in refused.value.read().decode()
