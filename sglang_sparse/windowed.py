@@ -54,9 +54,7 @@ def check_windowed(args: Any, resolved: Resolved) -> None:
             f"set with {kind}",
             "add it: the tree may change where a window lies while a step reads it",
         )
-    from sglang.srt.environ import envs
-
-    core = getattr(envs, _TREE_CORE).get()
+    core = compat.tree_core()
     if core != "python":
         raise ConfigError(
             flag=_TREE_CORE,

@@ -94,6 +94,7 @@ from sglang_sparse.compat.models import (
     serves_responses,
     sliding_window,
     tensor_group,
+    tree_core,
     writes_kv_in_rope,
 )
 from sglang_sparse.compat.protocol import Hook, HookKind, SGLangVersion
@@ -125,6 +126,7 @@ __all__ = [
     "supported_range",
     "tensor_group",
     "tested_versions",
+    "tree_core",
     "untested_warning",
     "verify_hooks",
     "writes_kv_in_rope",

@@ -2,7 +2,8 @@
 """Reads models and processes of SGLang, in the same way for every supported version.
 
 Seams: ``configs/model_config.py: ModelConfig``, ``configs/hybrid_arch.py: mambaish_config``,
-``layers/radix_attention.py: RadixAttention``, ``runtime_context.py: get_server_args``.
+``layers/radix_attention.py: RadixAttention``, ``runtime_context.py: get_server_args``,
+``environ.py: envs``.
 """
 
 from __future__ import annotations
@@ -162,3 +163,10 @@ def current_server_args() -> Any:
     from sglang.srt.runtime_context import get_server_args
 
     return get_server_args()
+
+
+def tree_core() -> str:
+    """Name of the core that SGLang's tree of two pools runs on: ``python`` takes rules."""
+    from sglang.srt.environ import envs
+
+    return str(envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get())

@@ -29,8 +29,8 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def python_tree_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The core of 0.5.17, also where another is the default."""
-    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python")
+    """The core that takes rules, whatever SGLang's default is."""
+    monkeypatch.setattr(compat, "tree_core", lambda: "python")
 
 
 def resolve(**changes: Any) -> Any:
@@ -111,6 +111,6 @@ def test_flags_that_windows_do_not_follow_are_refused_by_name(monkeypatch, field
 
 def test_a_tree_core_that_takes_no_rules_is_refused(monkeypatch):
     monkeypatch.setattr(compat.current(), "window_tree_class", lambda: object)
-    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "rust")
+    monkeypatch.setattr(compat, "tree_core", lambda: "rust")
     with pytest.raises(ConfigError, match="takes no rules for sinks"):
         check_windowed(flags(), resolve())

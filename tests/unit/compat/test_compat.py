@@ -93,3 +93,8 @@ def test_a_version_out_of_range_is_refused_by_name(pretend, number: str) -> None
     assert not compat.is_supported()
     with pytest.raises(ConfigError, match=f"sglang {number} is out of .* 0.5.17 to 0.5.23"):
         compat.verify_hooks()
+
+
+def test_the_core_of_the_tree_is_the_one_that_sglang_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "rust")
+    assert compat.tree_core() == "rust"
