@@ -19,6 +19,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparse import compat, pools
+from sglang_sparse.backend.ahead import compile_kernels
 from sglang_sparse.backend.allocate import allocate
 from sglang_sparse.backend.counters import DecodeCounters
 from sglang_sparse.backend.decode import DecodeSteps
@@ -29,7 +30,12 @@ from sglang_sparse.backend.kv_scales import StoredKV
 from sglang_sparse.backend.probe import FidelityProbe
 from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.backend.requests import RequestTable
-from sglang_sparse.backend.runner import check_runner, heads_of, launch_of_runner
+from sglang_sparse.backend.runner import (
+    check_runner,
+    heads_of,
+    launch_of_runner,
+    longest_chunk,
+)
 from sglang_sparse.backend.verify import as_extend, most_queries
 from sglang_sparse.checks import check_keywords
 from sglang_sparse.choices.build import Columns, LayerProgram
@@ -110,6 +116,16 @@ class SparseAttentionBackend(AttentionBackend):
         )
         prefill = config.prefill.build(build, config.score, self._programs)
         self.extend = ExtendSteps(build, prefill, self.requests, table, runner.dtype)
+        compile_kernels(
+            self.decode,
+            self.extend,
+            build,
+            Softmax(layers[0].scaling, layers[0].logit_cap),
+            dtype=runner.dtype,
+            chunk=longest_chunk(runner),
+            ranks=heads.ranks,
+        )
+        self.extend.warm_up()
         self._selected: Variant | None = None
         self._last_layer = pool.end_layer - 1
 

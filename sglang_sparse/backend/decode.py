@@ -101,8 +101,12 @@ class DecodeSteps:
         assert buffers is not None
         self.plan = buffers.rows(rows)
         tokens = TokenTable(self._req_to_token, slots, first_lengths(forward_batch))
+        self._plan(tokens, queries_of(forward_batch))
+
+    def _plan(self, tokens: TokenTable, queries: int) -> None:
+        """Fill the plan; ``tokens`` are those of each request's first query."""
         plan_decode(tokens, self._state, self._rules, plan=self.plan, impl=self._build.impl)
-        self.queries = queries_of(forward_batch)
+        self.queries = queries
         if self.queries > 1:
             # The plan is the first query's; the drafts behind it may lie in further pages.
             snapshot_page_table(
@@ -111,7 +115,7 @@ class DecodeSteps:
                 out=self.plan.page_table,
                 impl=self._build.impl,
             )
-        self._budget.plan(slots)
+        self._budget.plan(tokens.request_slots)
         if self._counters is not None:
             self._counters.count(self.plan, self._requests.budgets)
 
@@ -176,6 +180,25 @@ class DecodeSteps:
             softmax=softmax, out=out, queries=self.queries, impl=self._build.impl,
         )  # fmt: skip
         return out
+
+    def rehearse(self, rows: int, q: torch.Tensor, softmax: Softmax) -> None:
+        """Launch, in a rehearsal, what a batch needs, for each kind of layer once.
+
+        Args:
+            rows: requests of the batch.
+            q: [rows * queries, q_heads, head_dim], of any values.
+            softmax: as layers have it.
+        """
+        kept = self.plan, self.queries
+        slots = torch.zeros(rows, dtype=torch.int64, device=q.device)
+        self.plan = self._allocate(rows)
+        self._plan(TokenTable(self._req_to_token, slots, slots), len(q) // rows)
+        if self._counters is not None:
+            self._counters.count(self.plan, self._requests.budgets)
+        for program in {program.kind: program for program in self._programs.values()}.values():
+            self.run(program, q, softmax, KVScales())
+        self.update_planes()
+        self.plan, self.queries = kept
 
     def nbytes(self) -> int:
         """Device bytes of the plans' page tables."""

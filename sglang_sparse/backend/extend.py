@@ -46,8 +46,31 @@ class ExtendSteps:
         self.page_table = torch.empty(0, dtype=torch.int32)
         self.batch: Any = None
         self.planned: dict[Variant, int] = {"dense": 0, "sparse": 0}
-        if prefill is not None:
-            prefill.warm_up(self._max_pages, dtype)
+        self._dtype = dtype
+
+    def warm_up(self) -> None:
+        """Run every kernel of sparse prompts once, so that no prompt waits for the compiler."""
+        if self._prefill is not None:
+            self._prefill.warm_up(self._max_pages, self._dtype)
+
+    def rehearse(self, tokens: int) -> None:
+        """Launch, in a rehearsal, what every prefill batch needs, and what sparse ones need.
+
+        Args:
+            tokens: of the longest chunk of a prompt.
+        """
+        device = self._build.device
+        table = torch.zeros((1, self._max_pages), dtype=torch.int32, device=device)
+        slots = torch.zeros(1, dtype=torch.int64, device=device)
+        snapshot_page_table(
+            TokenTable(self._req_to_token, slots, slots),
+            page_size=self._build.pool.page_size,
+            out=table,
+            impl=self._build.impl,
+        )
+        ends = torch.zeros(1, dtype=torch.int32, device=device)
+        self._build.pool.update_planes(table, ends, ends, max_new_tokens=tokens)
+        self.warm_up()
 
     def plan_batch(self, forward_batch: ForwardBatch) -> None:
         """Note which positions the batch writes, start the decode clocks, and plan tiles."""

@@ -48,6 +48,13 @@ def heads_of(runner: ModelRunner) -> Heads:
     )
 
 
+def longest_chunk(runner: ModelRunner) -> int:
+    """Most tokens of one prompt in a batch."""
+    chunk = compat.resolved(runner.server_args).chunked_prefill_size or 0
+    longest = int(runner.model_config.context_len)
+    return min(chunk, longest) if chunk > 0 else longest
+
+
 def check_runner(runner: ModelRunner) -> None:
     """Raise ConfigError for a loaded model or pool that is not supported."""
     pool, path = runner.token_to_kv_pool, runner.server_args.model_path

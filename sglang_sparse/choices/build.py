@@ -246,6 +246,11 @@ class LayerProgram:
         """True if it attends to a selection; otherwise the inner backend attends to everything."""
         return self.role.source is not None
 
+    @property
+    def kind(self) -> tuple[bool, ...]:
+        """Equal for layers that run the same kernels."""
+        return self.role.selects, self.attends, self.head_map is None, self.windows is None
+
     def kv(self, page_table: torch.Tensor, page_size: int, scales: KVScales) -> KVView:
         """The layer's KV rows as the rows of a batch see them."""
         return KVView(self.k, self.v, page_table, page_size, scales)

@@ -268,7 +268,7 @@ class TileRun:
         if self.impl != "triton":
             return
         programs = self.programs.values()
-        kinds = {(p.role.selects, p.attends, p.head_map is None): p.layer for p in programs}
+        kinds = {program.kind: program.layer for program in programs}
         keys = next(iter(programs)).k
         table = torch.zeros((1, max_pages), dtype=torch.int32, device=keys.device)
         # The last tiles of a context of each width. Every entry of its page table is page 0.

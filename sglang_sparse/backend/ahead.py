@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of a server are compiled side by side, before its first batch needs them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_sparse.backend.decode import DecodeSteps
+from sglang_sparse.backend.extend import ExtendSteps
+from sglang_sparse.choices.build import Build
+
+if TYPE_CHECKING:
+    from sglang_sparse_kernels.records import Softmax
+
+logger = logging.getLogger(__name__)
+
+# Kernels differ by the number of rows where few rows fill no GPU.
+_MOST_ROWS = 128
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+def compile_kernels(
+    decode: DecodeSteps,
+    extend: ExtendSteps,
+    build: Build,
+    softmax: Softmax,
+    *,
+    dtype: torch.dtype,
+    chunk: int,
+    ranks: int,
+) -> None:
+    """Compile what batches will launch and Triton's cache on disk lacks.
+
+    Args:
+        decode, extend: what launches it.
+        build: the server's buffers; kernels of the `impl` that is no Triton are not compiled.
+        softmax: as layers have it.
+        dtype: of queries.
+        chunk: most tokens of a prompt in one batch.
+        ranks: of this host; they share its cores.
+    """
+    if build.impl != "triton":
+        return
+    from sglang_sparse_kernels.ahead import compile_ahead
+
+    start = told = time.monotonic()
+
+    def progress(done: int, of: int) -> None:
+        nonlocal told
+        if done == 0 or time.monotonic() - told > _SECONDS_BETWEEN_LINES:
+            told = time.monotonic()
+            logger.info("sglang-sparse: compiled %d of %d kernels", done, of)
+
+    result = compile_ahead(
+        lambda: rehearse(decode, extend, build, softmax, dtype=dtype, chunk=chunk),
+        processes=max(1, len(os.sched_getaffinity(0)) // ranks),
+        progress=progress,
+    )
+    logger.info(
+        "sglang-sparse: %d kernels were on disk, %d were compiled by %d processes, in %.1f s",
+        result.found,
+        result.compiled,
+        result.processes,
+        time.monotonic() - start,
+    )
+    for failure in result.failures:
+        logger.warning("sglang-sparse: left for its first launch: %s", failure)
+
+
+def rehearse(
+    decode: DecodeSteps,
+    extend: ExtendSteps,
+    build: Build,
+    softmax: Softmax,
+    *,
+    dtype: torch.dtype,
+    chunk: int,
+) -> None:
+    """Launch, in a rehearsal, what batches launch; see :func:`compile_kernels`."""
+    rows, most = 1, min(build.columns.request_slots, _MOST_ROWS)
+    queries, dim = build.limits.queries, build.pool.head_dim
+    while rows <= most:
+        shape = (rows * queries, build.query_heads, dim)
+        decode.rehearse(rows, torch.zeros(shape, dtype=dtype, device=build.device), softmax)
+        rows *= 2
+    extend.rehearse(chunk)

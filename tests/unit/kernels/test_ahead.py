@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels compiled ahead: by other processes, once, and found by the first launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Prints a JSON object a line. What would be launched are the plans of decode steps.
+PROGRAM = """
+import json, sys
+import torch
+from absent_gpu import compile_for_absent_gpu
+from triton import knobs
+from sglang_sparse_kernels import ahead
+from sglang_sparse_kernels.plan import (
+    DecodePlan, PlanRules, RequestState, TokenTable, plan_decode, snapshot_page_table,
+)
+
+compile_for_absent_gpu()
+table = torch.zeros((2, 128), dtype=torch.int32)
+plan = DecodePlan.allocate(2, 4, torch.device("cpu"))
+plan.page_table.fill_(-7)
+
+
+def rehearse():
+    for dtype in torch.int64, torch.int32:
+        rows = torch.ones(2, dtype=dtype)
+        tokens = TokenTable(table, rows, rows)
+        budgets = torch.zeros((2, 2), dtype=torch.int32)
+        state = RequestState(torch.zeros(2, dtype=torch.int32), budgets)
+        rules = PlanRules(
+            page_size=32, unit=32, capacity_units=2, min_sparse_tokens=64, reselect_every=1,
+            refresh_every=1,
+        )
+        plan_decode(tokens, state, rules, plan=plan, impl="triton")
+    snapshot_page_table(tokens, page_size=32, out=plan.page_table, impl="triton")
+    snapshot_page_table(tokens, page_size=32, out=plan.page_table, impl="triton")
+
+
+def tell(**facts):
+    print(json.dumps(facts), flush=True)
+
+
+if "break" in sys.argv:
+    ahead._WORKER = sys.argv[2]
+steps = []
+for _ in range(2):
+    done = ahead.compile_ahead(
+        rehearse, processes=2, progress=lambda done, of: steps.append((done, of))
+    )
+    tell(found=done.found, compiled=done.compiled, processes=done.processes,
+         failures=done.failures, steps=steps)
+tell(untouched=bool((plan.page_table == -7).all()))
+if "break" not in sys.argv:
+    # Triton's own way to a kernel, up to its launch.
+    hits = []
+    knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
+    run = ahead.JITFunction.run
+    ahead.JITFunction.run = lambda self, *a, warmup, **k: run(self, *a, warmup=True, **k)
+    rehearse()
+    tell(hits=hits)
+"""
+
+
+def told(cache: Path, *arguments: str) -> list[dict[str, object]]:
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments], check=False, capture_output=True, text=True,
+        env=os.environ
+        | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_processes_compile_each_kernel_once_and_the_first_launch_finds_it(tmp_path: Path) -> None:
+    first, second, outputs, launches = told(tmp_path)
+    assert first["compiled"] == 3
+    assert first["found"] == 0
+    assert first["processes"] == 2
+    assert first["failures"] == []
+    assert first["steps"] == [[0, 3], [1, 3], [2, 3], [3, 3]]
+    assert second["found"] == 3
+    assert second["compiled"] == second["processes"] == 0
+    assert second["steps"] == first["steps"]
+    assert outputs["untouched"]
+    assert launches["hits"] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("worker", "failures"),
+    [
+        ("raise SystemExit(3)", ["", "", "1 kernels, as no process was left to compile them"]),
+        (
+            "import pickle, sys\nwhile pickle.load(sys.stdin.buffer): print('no', flush=True)",
+            [": no"] * 3,
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_left_for_its_first_launch(
+    tmp_path: Path, worker: str, failures: list[str]
+) -> None:
+    first, _, outputs = told(tmp_path, "break", worker)
+    assert first["compiled"] == 0
+    found = first["failures"]
+    assert isinstance(found, list)
+    assert len(found) == len(failures)
+    assert all(text.endswith(end) for text, end in zip(found, failures, strict=True)), found
+    assert outputs["untouched"]
+    assert not list(tmp_path.glob("**/*.cubin"))
