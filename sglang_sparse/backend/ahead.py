@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Kernels differ by the number of rows where few rows fill no GPU.
 _MOST_ROWS = 128
+# Each holds PyTorch and Triton, some 0.4 GB, for as long as it compiles.
+_MOST_PROCESSES = 16
 _SECONDS_BETWEEN_LINES = 5.0
 
 
@@ -58,7 +60,7 @@ def compile_kernels(
 
     result = compile_ahead(
         lambda: rehearse(decode, extend, build, softmax, dtype=dtype, chunk=chunk),
-        processes=max(1, len(os.sched_getaffinity(0)) // ranks),
+        processes=max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_PROCESSES)),
         progress=progress,
     )
     logger.info(
