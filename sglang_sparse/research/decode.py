@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from sglang_sparse.research.policies import (
 PAGE = 64  # no policy's page is larger
 
 Planes = tuple[Tensor, Tensor]
+Watch = Callable[[int, Tensor, Cache, Tensor], None]
 
 
 class Decoder:
@@ -37,11 +38,14 @@ class Decoder:
             layer reached, ``[rows, kv_heads, group]``; None for not at all.
         masks: What each sparse layer attended to in the last step, bool ``[rows, kv_heads,
             tokens]``; None for not kept.
+        watch: Called in each sparse layer before it selects, with its number, queries, cache and
+            the rows' lengths; None for not at all.
     """
 
     window: Policy = WINDOW
     shares: list[Tensor] | None = None
     masks: dict[int, Tensor] | None = None
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -176,11 +180,13 @@ class Decoder:
             if planes is not None:
                 self._update(planes, policy, index, rows, lengths)
             cache = Cache(self.k[index], self.v[index], self.k8[index], planes)
+            sparse = policy.kind != "dense" and index >= policy.dense_layers
+            if self.watch is not None and sparse:
+                self.watch(index, q, cache, now)
             mask, chosen = layer_mask(policy, index, q, cache, now, chosen)
             if cut is not None:
                 mask = mask & (window[:, None] | ~cut[index][None, :, None])
             kept.append(mask.sum(-1).double().mean(1))
-            sparse = policy.kind != "dense" and index >= policy.dense_layers
             if self.shares is not None and sparse:
                 self.shares.append(kept_share(q, cache.k, now, mask))
             if self.masks is not None and sparse:

@@ -222,12 +222,10 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
     if policy.kind == "window":
         return always[:, None].expand(-1, groups, -1)
     if policy.kind == "oracle":
-        scores = oracle_scores(q, k, lengths)
-        if policy.pool == "heads":
-            scores = scores.mean(1, keepdim=True).expand_as(scores)
+        scores = pooled_scores(policy, q, cache, lengths)
         return keep_best(scores, always, valid, policy.budget)
     by_head, unit = _unit_scores(policy, q, cache, lengths), policy.unit
-    scores = by_head.amax(2) if policy.reduce == "max" else by_head.sum(2)
+    scores = _reduced(policy, by_head)
     if policy.epsilon:
         mass, held = unit_masses(q, k, valid, unit, by_head, policy.margin or 0.0)
         chosen = progressive(policy, scores, mass, held, always, valid)
@@ -235,6 +233,19 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
         forced, live = _by_unit(always, unit), _by_unit(valid, unit)
         chosen = keep_best(scores, forced, live, policy.budget // unit)
     return _spread(chosen, unit, valid)
+
+
+def pooled_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
+    """``[B, G, units]``: the scores that a list of each KV head follows from."""
+    if policy.kind != "oracle":
+        return _reduced(policy, _unit_scores(policy, q, cache, lengths))
+    scores = oracle_scores(q, cache.k, lengths)
+    return scores.mean(1, keepdim=True).expand_as(scores) if policy.pool == "heads" else scores
+
+
+def _reduced(policy: Policy, by_head: Tensor) -> Tensor:
+    """A group's scores ``[B, G, group, units]`` as one, ``[B, G, units]``."""
+    return by_head.amax(2) if policy.reduce == "max" else by_head.sum(2)
 
 
 def _unit_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
