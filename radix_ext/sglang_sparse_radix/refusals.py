@@ -123,6 +123,7 @@ _SWITCHES = {
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the planes are sized before graph capture",
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": "the C++ radix tree does not follow the planes",
     "SGLANG_ENABLE_UNIFIED_RADIX_TREE": "the unified radix tree does not follow the planes",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "verifications are planned on the stream that runs them",
     "SGLANG_RUST_SERVER": "it takes requests without the checks of this plugin",
     "SGLANG_GRPC_PORT": "gRPC takes requests without the checks of this plugin",
 }

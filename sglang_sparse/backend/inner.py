@@ -23,11 +23,14 @@ _ON = {"triton": "flashinfer", "cpu": "torch_native", "torch": "torch_native"}
 
 def dense_backend(runner: ModelRunner) -> AttentionBackend:
     """The dense backend of a sparse server, for a runner that has no planes."""
-    launch = launch_of_runner(runner)
-    device = compat.resolved(runner.server_args).device
-    name = backend_name(launch.config.inner, implementation(device))
-    backend: AttentionBackend = ATTENTION_BACKENDS[name](runner)
+    backend: AttentionBackend = ATTENTION_BACKENDS[dense_name(runner)](runner)
     return backend
+
+
+def dense_name(runner: ModelRunner) -> str:
+    """SGLang's name of the dense backend of a sparse server."""
+    device = compat.resolved(runner.server_args).device
+    return backend_name(launch_of_runner(runner).config.inner, implementation(device))
 
 
 def backend_name(name: str, impl: Impl) -> str:

@@ -98,5 +98,5 @@ class SGLangVersion(Protocol):
     def workers_application(self, name: str) -> AbstractContextManager[None]:
         """Inside it, SGLang starts tokenizer processes with the application ``module:name``."""
 
-    def prepare_ngram_worker(self) -> None:
-        """Make SGLang's n-gram worker importable; only where NGRAM is supported."""
+    def prepare_draft_worker(self) -> None:
+        """Make SGLang's draft workers run where no accelerator is; only where one is supported."""

@@ -15,6 +15,7 @@ from sglang_sparse import compat
 from sglang_sparse.checks import BACKEND, refuse
 from sglang_sparse.config import SparseConfig
 
+_EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
 _TREES = "accepted rows of a tree are moved after verification, and planes do not follow"
 
 
@@ -38,12 +39,26 @@ def check_speculation(args: Any, config: SparseConfig) -> None:
     if name is None:
         return
     known = compat.current().SPECULATIVE if compat.is_tested() else ()
+    if name in _EAGLE:
+        raise refuse(
+            "--speculative-algorithm",
+            name,
+            " or ".join((*known, "unset")),
+            "start without it: the tree then holds pairs of tokens, not tested with planes",
+        )
     if name not in known:
         raise refuse(
             "--speculative-algorithm",
             name,
             " or ".join((*known, "unset")),
             f"start without it: others are not supported with sglang {compat.sglang_version()}",
+        )
+    if name == "STANDALONE" and args.speculative_draft_model_path is None:
+        raise refuse(
+            "--speculative-draft-model-path",
+            "unset",
+            "a model with the vocabulary of the one that is served",
+            "name the model that drafts",
         )
     if not config.budget.verifies:
         raise refuse(

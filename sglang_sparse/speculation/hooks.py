@@ -11,10 +11,15 @@ from sglang_sparse.launch import launch_of
 
 
 def create_worker(original: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:
-    """AROUND hook on ``SpeculativeAlgorithm.create_worker``: n-grams are drafted as chains."""
-    if launch_of(server_args) is None or not algorithm.is_ngram():
+    """AROUND hook on ``SpeculativeAlgorithm.create_worker``: n-grams are drafted as chains.
+
+    Draft models draft chains by themselves.
+    """
+    if launch_of(server_args) is None:
         return original(algorithm, server_args)
-    compat.current().prepare_ngram_worker()
+    compat.current().prepare_draft_worker()
+    if not algorithm.is_ngram():
+        return original(algorithm, server_args)
     from sglang_sparse.speculation.ngram import ChainNGRAMWorker
 
     return ChainNGRAMWorker

@@ -65,6 +65,12 @@ CHAINS = [
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
     *("--speculative-num-draft-tokens", "4"),
 ]
+# The model drafts for itself. It sees its own tokens one place off, so some drafts are rejected.
+DRAFT_MODEL = [
+    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(MODEL)),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+]
 # SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
 COMPILER = {"CXX": "c++ -include cstddef"}
 
@@ -198,6 +204,16 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--max-total-tokens", "8192"),
         ],
         COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
+    ),
+    "sparcas-drafted": (
+        [
+            *SPARSE,
+            "sparcas",
+            *("--sparse-config", json.dumps(CHOOSY | {"page_size": 32})),
+            *DRAFT_MODEL,
+            *("--chunked-prefill-size", "1024"),
+        ],
+        {"SGLANG_SPARSE_VERIFY": "1"},
     ),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (

@@ -22,10 +22,16 @@ pytestmark = [
 ]
 
 Server = Callable[[str], LiveServer]
-NAMES = ("page_minmax-chains", "sparcas-chains")
+NGRAMS = ("page_minmax-chains", "sparcas-chains")
+DRAFT_MODEL = "sparcas-drafted"
+PLAIN = {
+    "page_minmax-chains": "page_minmax",
+    "sparcas-chains": "sparcas",
+    "sparcas-drafted": "sparcas",
+}
 TOKENS = 24
 DRAFTS = 4
-PAGE = {"page_minmax-chains": 64, "sparcas-chains": 32}
+PAGE = {"page_minmax-chains": 64, "sparcas-chains": 32, "sparcas-drafted": 32}
 EVERYTHING = {"custom_params": {"sparse": {"budget": 32768}}}
 DENSE = {"custom_params": {"sparse": {"mode": "dense"}}}
 
@@ -39,13 +45,22 @@ def ask(live: LiveServer, prompts: list[list[int]], **asked: Any) -> list[dict[s
     return live.generate(prompts, TOKENS, ignore_eos=True, **asked)
 
 
+def accepted_drafts(answers: list[dict[str, Any]]) -> list[int]:
+    """How often 0, 1, ... of the drafts of a verification were accepted."""
+    accepted = [0] * DRAFTS
+    for answer in answers:
+        for count, times in enumerate(answer["meta_info"]["spec_accept_histogram"]):
+            accepted[count] += times
+    return accepted
+
+
 @pytest.fixture(scope="module")
 def dense_answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     """What the dense server says to each prompt, without speculation."""
     return [token_ids(ask(server("dense"), [prompt]))[0] for prompt in cut(prompts)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NGRAMS)
 @pytest.mark.parametrize("asked", [EVERYTHING, DENSE], ids=["everything", "dense"])
 def test_a_full_budget_and_dense_requests_give_the_dense_answers(
     server: Server, prompts: list[list[int]], dense_answers: list[list[int]], name: str, asked: Any
@@ -61,14 +76,29 @@ def test_a_full_budget_and_dense_requests_give_the_dense_answers(
     verified = sum(answer["meta_info"]["spec_verify_ct"] for answer in alone)
     assert sparse >= verified // 2 if asked is EVERYTHING else sparse == 0
     # The equality means nothing unless drafts were accepted, and others rejected.
-    accepted = [0] * DRAFTS
-    for answer in [*alone, *together]:
-        for count, times in enumerate(answer["meta_info"]["spec_accept_histogram"]):
-            accepted[count] += times
+    accepted = accepted_drafts([*alone, *together])
     assert all(accepted), accepted
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_a_hundred_answers_with_a_draft_model_are_the_dense_ones(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    # On both sides of the 64 tokens from which rows are sparse.
+    short = [prompts[i % 20][7 * i :][: 40 + 2 * i] for i in range(100)]
+    dense = token_ids(server("dense").generate(short, 12, ignore_eos=True))
+    live = server(DRAFT_MODEL)
+    live.flush()
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    answers = live.generate(short, 12, ignore_eos=True, **EVERYTHING)
+    assert token_ids(answers) == dense
+    accepted, verified = accepted_drafts(answers), live.sparse_state()["decode_steps"]["sparse"]
+    assert verified > before
+    assert all(accepted), accepted
+    # The draft is the model itself: where it attends wrongly, few of its tokens are accepted.
+    assert sum(n * times for n, times in enumerate(accepted, 1)) > 3 * sum(accepted), accepted
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_planes_are_exact_after_rejected_drafts(
     server: Server, prompts: list[list[int]], name: str
 ) -> None:
@@ -99,17 +129,18 @@ def test_verified_drafts_attend_to_the_list_of_the_first_query(
     assert "4 tokens verified a step on the lists of the first" in live.log.read_text()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_first_two_tokens_are_those_of_plain_sparse_decoding(
     server: Server, prompts: list[list[int]], name: str
 ) -> None:
     # The prefill gives the first token; the second is the first query of a verification, which
     # selects and attends as a decode step does.
-    plain = server({"page_minmax-chains": "page_minmax", "sparcas-chains": "sparcas"}[name])
+    plain = server(PLAIN[name])
     live, found = server(name), []
     for one in (plain, live):
         one.flush()
-        found.append([token_ids(one.generate([p], 2, ignore_eos=True))[0] for p in prompts[:12]])
+        asked = prompts[: 4 if name == DRAFT_MODEL else 12]
+        found.append([token_ids(one.generate([p], 2, ignore_eos=True))[0] for p in asked])
     assert found[0] == found[1]
 
 

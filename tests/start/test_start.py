@@ -21,6 +21,7 @@ HOST_TIER = [*SPARSE, "--enable-hierarchical-cache"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
 CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
 CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
+DRAFT_MODEL = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 GEOMETRY = {
@@ -142,7 +143,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["--page-size", "128", "64"],
     ),
     "draft tokens from a tree of a draft model": (
-        [*SPARSE, *CHAINS, "--speculative-eagle-topk", "4"],
+        [*SPARSE, *DRAFT_MODEL, "--speculative-eagle-topk", "4"],
         ["--speculative-eagle-topk", "4", "planes do not follow"],
     ),
     "disaggregation": (
@@ -295,7 +296,19 @@ SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
     ),
     "another kind of speculation": (
         [*SPARSE, "--speculative-algorithm", "DFLASH"],
-        ["--speculative-algorithm", "DFLASH", "NGRAM or unset"],
+        ["--speculative-algorithm", "DFLASH", "NGRAM or STANDALONE or unset"],
+    ),
+    "drafts from the model's own states": (
+        [*SPARSE, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "small"],
+        ["--speculative-algorithm EAGLE", "NGRAM or STANDALONE or unset", "pairs of tokens"],
+    ),
+    "a draft model that nobody names": (
+        [*SPARSE, "--speculative-algorithm", "STANDALONE"],
+        ["--speculative-draft-model-path unset", "vocabulary"],
+    ),
+    "a draft model that attends sparsely": (
+        [*SPARSE, *DRAFT_MODEL, "--speculative-draft-attention-backend", "sparse"],
+        ["--speculative-draft-attention-backend sparse", "draft models attend densely"],
     ),
     "draft tokens under a budget that ends by one query": (
         [*PSA, *CHAINS],

@@ -28,6 +28,11 @@
 ``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
 move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWorker``
     Speculation with chains; on a CPU also what :mod:`.cpu_speculation` names.
+``speculative/draft_utils.py: DraftBackendFactory``
+    What a draft model attends on: its tables know no ``sparse``. ``speculative/
+    standalone_worker_v2.py: StandaloneWorkerV2`` runs as it is.
+``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_oot_mha_kv_pool``
+    The KV pool on the CPU, a draft model's too.
 """
 
 from __future__ import annotations
@@ -48,6 +53,7 @@ _SRT = "sglang.srt"
 _CPU = "sglang_sparse.compat.v0517.cpu"
 _CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
 _SPECULATION = "sglang_sparse.speculation.hooks"
+_DRAFTS = "sglang_sparse.backend.drafts"
 _WINDOWS = "sglang_sparse.window_pools"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
@@ -62,10 +68,12 @@ _CONTROLLER = f"{_SRT}.managers.cache_controller.HiCacheController"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
+_FACTORY = f"{_SRT}.speculative.draft_utils.DraftBackendFactory"
+
 _APPLICATION = f"{_SRT}.entrypoints.http_server:app"
 
 MARKER = "srt/server_args.py"
-SPECULATIVE = ("NGRAM",)
+SPECULATIVE = ("NGRAM", "STANDALONE")
 SHARES_STATES = True
 READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
@@ -101,6 +109,28 @@ HOOKS = (
         f"{_CPU_SPECULATION}:verify_greedy",
         "around",
     ),
+    Hook(
+        f"{_SRT}.speculative.eagle_utils.build_tree_kernel_efficient",
+        f"{_CPU_SPECULATION}:build_chains",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.spec_utils.select_top_k_tokens",
+        f"{_CPU_SPECULATION}:extend_chains",
+        "around",
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
+        f"{_CPU_SPECULATION}:last_accepted",
+        "around",
+    ),
+    Hook(f"{_FACTORY}.create_decode_backend", f"{_DRAFTS}:create_decode_backend", "around"),
+    Hook(
+        f"{_FACTORY}.create_draft_extend_backend",
+        f"{_DRAFTS}:create_draft_extend_backend",
+        "around",
+    ),
+    Hook(f"{_KV}._build_oot_mha_kv_pool", f"{_CPU}:build_oot_mha_kv_pool", "around"),
     Hook(
         f"{_SRT}.mem_cache.pool_host.mha.get_mha_host_pool_cls",
         f"{_CPU}:get_mha_host_pool_cls",
@@ -158,6 +188,10 @@ SEAMS = (
     f"{_WINDOW}.release_component_lock",
     f"{_WINDOW}._evict_device_start",
     f"{_WINDOW}._evict_device_next_node",
+    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode",
+    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+    f"{_SRT}.speculative.eagle_worker_common.prepare_for_draft",
+    f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2.__init__",
 )
 
 
@@ -234,8 +268,8 @@ def workers_application(name: str) -> Iterator[None]:
         uvicorn.run = run
 
 
-def prepare_ngram_worker() -> None:
-    """Make ``speculative/ngram_worker.py`` importable where no accelerator is."""
+def prepare_draft_worker() -> None:
+    """Make ``speculative/ngram_worker.py`` and ``eagle_worker_v2.py`` run without accelerators."""
     from sglang_sparse.compat.v0517 import cpu_speculation
 
     cpu_speculation.provide_kernels()

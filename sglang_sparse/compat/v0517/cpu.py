@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang 0.5.17 on a CPU: what it takes to keep it from Triton and NCCL there.
 
-Seams: ``platforms/interface.py: SRTPlatform``, ``utils/common.py: support_triton``,
+Seams: ``platforms/interface.py: SRTPlatform``, ``mem_cache/kv_cache_configurator.py:
+KVCacheConfigurator._build_oot_mha_kv_pool``, ``utils/common.py: support_triton``,
 ``mem_cache/allocation.py: get_last_loc``, ``mem_cache/pool_host/mha.py:
 get_mha_host_pool_cls``, ``distributed/parallel_state.py:
 init_model_parallel_group``.
@@ -22,14 +23,32 @@ class CpuPlatform(NativeCpuPlatform):
     """The CPU platform with pool and allocator, which 0.5.17 asks an out-of-tree platform for."""
 
     def get_mha_kv_pool_cls(self) -> type:
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
         from sglang_sparse.pools import kv_pool_class
 
-        return kv_pool_class()
+        return MHATokenToKVPool if _of_a_draft_model else kv_pool_class()
 
     def get_paged_allocator_cls(self) -> type:
         from sglang_sparse_radix.allocator import TorchPagedTokenToKVPoolAllocator
 
         return TorchPagedTokenToKVPoolAllocator
+
+
+_of_a_draft_model = False
+
+
+def build_oot_mha_kv_pool(original: Callable[..., Any], configurator: Any, **kwargs: Any) -> Any:
+    """AROUND hook on ``KVCacheConfigurator._build_oot_mha_kv_pool``: a draft model has no planes.
+
+    It asks the platform for a class without saying for which model.
+    """
+    global _of_a_draft_model
+    _of_a_draft_model = configurator.is_draft_worker
+    try:
+        return original(configurator, **kwargs)
+    finally:
+        _of_a_draft_model = False
 
 
 def support_triton(original: Callable[[str], bool], backend: str) -> bool:

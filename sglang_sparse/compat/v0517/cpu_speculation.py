@@ -4,8 +4,11 @@
 SGLang has them as Triton and CUDA kernels, and as compiled kernels for its own CPU engine, which
 PyPI does not carry. Seams: ``mem_cache/allocation.py: assign_req_to_token_pool_func``,
 ``kernels/ops/speculative/cache_locs.py: assign_extend_cache_locs_func``,
-``speculative/eagle_utils.py: verify_tree_greedy_func``, and the one name that
-``speculative/ngram_worker.py`` imports from ``sgl_kernel.speculative``.
+``speculative/eagle_utils.py: verify_tree_greedy_func`` and ``build_tree_kernel_efficient``,
+``speculative/spec_utils.py: select_top_k_tokens``, which SGLang compiles,
+``kernels/ops/speculative/eagle.py: fill_bonus_tokens_func``, the one name that
+``speculative/ngram_worker.py`` imports from ``sgl_kernel.speculative``, and the two by which
+``speculative/eagle_worker_common.py: prepare_for_draft`` takes SGLang's own CPU engine.
 """
 
 from __future__ import annotations
@@ -103,16 +106,154 @@ def verify_greedy(
     return predicts, accept_index, accept_token_num
 
 
-def provide_kernels() -> None:
-    """On the CPU platform, put the one kernel that the n-gram worker imports where it looks.
+def build_chains(
+    original: Callable[..., Any],
+    bonus_tokens: torch.Tensor,
+    parent_list: torch.Tensor,
+    top_scores_index: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    seq_lens_sum: int,
+    topk: int,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, ...]:
+    """AROUND hook on ``eagle_utils.build_tree_kernel_efficient``: the drafts behind each token.
 
-    ``sgl_kernel`` itself cannot be imported without a GPU's driver, and stays so.
+    Args:
+        original: SGLang's.
+        bonus_tokens: int [rows], the last accepted token of each row.
+        parent_list, top_scores_index: of trees; those of a chain say nothing.
+        draft_tokens: int64 [rows, steps].
+        seq_lens: int64 [rows], tokens before the last accepted one.
+        seq_lens_sum: their sum, by which masks of trees are sized.
+        topk: branches of a node.
+        args, kwargs: sizes of the tree, and the layout of its mask.
+
+    Returns:
+        Mask (bool), positions, three tables of links and tokens (int64), as SGLang's.
+
+    Raises:
+        ValueError: the drafts are trees.
+    """
+    if not draft_tokens.is_cpu:
+        return original(
+            bonus_tokens,
+            parent_list,
+            top_scores_index,
+            draft_tokens,
+            seq_lens,
+            seq_lens_sum,
+            topk,
+            *args,
+            **kwargs,
+        )
+    if topk != 1:
+        raise ValueError("draft tokens are a tree; only chains are verified here")
+    tokens = torch.cat((bonus_tokens[:, None], draft_tokens), dim=1)
+    rows, width = tokens.shape
+    mask = torch.ones((width, width), dtype=torch.bool).tril().repeat(rows, 1, 1).flatten()
+    positions = torch.empty(rows * width, dtype=torch.int64)
+    links = [torch.empty((rows, width), dtype=torch.int64) for _ in range(3)]
+    chain_indices(mask, seq_lens, positions, links[0], links[1], links[2], rows, width)
+    return mask, positions, *links, tokens.flatten()
+
+
+def extend_chains(
+    original: Callable[..., Any],
+    step: int,
+    topk_p: torch.Tensor,
+    topk_index: torch.Tensor,
+    hidden_states: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    topk: int,
+) -> tuple[Any, ...]:
+    """AROUND hook on ``spec_utils.select_top_k_tokens``: the next token of each chain.
+
+    Args:
+        original: SGLang's.
+        step: tokens drafted before.
+        topk_p: fp32 [rows, 1], probability of the next token.
+        topk_index: int64 [rows, 1], the next token.
+        hidden_states: [rows, hidden], or None.
+        scores: fp32 [rows, 1], probability of the chain so far; None in the first step.
+        topk: branches of a node.
+
+    Returns:
+        Input tokens, hidden states, probability of the chain, and what SGLang notes of a tree.
+    """
+    if not topk_index.is_cpu or topk != 1 or scores is None:
+        return original(step, topk_p, topk_index, hidden_states, scores, topk)
+    chain = scores * topk_p
+    parents = torch.full_like(topk_index, step)
+    return topk_index.flatten(), hidden_states, chain, (chain[:, None], topk_index, parents)
+
+
+def last_accepted(
+    original: Callable[..., None],
+    accept_tokens: torch.Tensor,
+    accept_lens: torch.Tensor,
+    bonus_tokens: torch.Tensor,
+    accept_stride: int,
+    batch_size: int,
+) -> None:
+    """AROUND hook on ``eagle.fill_bonus_tokens_func``: the last accepted token of each row.
+
+    Args:
+        original: SGLang's.
+        accept_tokens: int32 [rows * accept_stride], accepted tokens, then others.
+        accept_lens: int32 [rows], how many are accepted.
+        bonus_tokens: int32 [rows], written.
+        accept_stride: tokens a row.
+        batch_size: rows.
+    """
+    if not accept_tokens.is_cpu:
+        original(accept_tokens, accept_lens, bonus_tokens, accept_stride, batch_size)
+        return
+    rows = accept_tokens.view(batch_size, accept_stride)
+    bonus_tokens.copy_(rows.gather(1, accept_lens.long()[:, None] - 1)[:, 0])
+
+
+def draft_slots(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    steps: int,
+) -> None:
+    """Slots behind each row, in the shape of SGLang's ``assign_draft_cache_locs_contiguous_cpu``.
+
+    Args:
+        req_pool_indices: int64 [rows].
+        req_to_token: int32 [request slots, pool_len].
+        seq_lens: int64 [rows].
+        out_cache_loc: int64 [rows * topk * steps], written.
+        pool_len: width of ``req_to_token``.
+        topk, steps: drafted tokens a row are their product.
+    """
+    behind = seq_lens[:, None] + torch.arange(topk * steps)
+    out_cache_loc.copy_(req_to_token[req_pool_indices[:, None], behind].flatten())
+
+
+def provide_kernels() -> None:
+    """On the CPU platform, put kernels where SGLang's draft workers look for them.
+
+    That is the one kernel that the n-gram worker imports, and the one that the workers of draft
+    models launch without a function around it. ``sgl_kernel`` itself cannot be imported without a
+    GPU's driver, and stays so.
     """
     if not is_plain_cpu():
         return
     module = ModuleType(_KERNELS)
     module.reconstruct_indices_from_tree_mask = chain_indices  # type: ignore[attr-defined]
     sys.modules.setdefault(_KERNELS, module)
+    from sglang.srt.speculative import eagle_worker_common
+
+    # What it is for SGLang's own CPU engine, and asks in `prepare_for_draft` alone.
+    eagle_worker_common._is_cpu = True
+    eagle_worker_common.assign_draft_cache_locs_contiguous_cpu = draft_slots
 
 
 def chain_indices(

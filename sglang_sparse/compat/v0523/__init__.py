@@ -122,11 +122,11 @@ def workers_application(name: str) -> Iterator[None]:
         yield
 
 
-def prepare_ngram_worker() -> None:
+def prepare_draft_worker() -> None:
     """Refuse: a start with speculation is refused before, since it is not tested here."""
     raise ConfigError(
         flag="--speculative-algorithm",
-        value="NGRAM",
+        value="set",
         problem="it is not tested with this version of SGLang",
         allowed="unset",
         remedy="start without it",

@@ -20,6 +20,13 @@ NGRAM: dict[str, Any] = {
     "speculative_ngram_max_bfs_breadth": 1,
     "speculative_num_draft_tokens": 4,
 }
+DRAFT_MODEL: dict[str, Any] = {
+    "speculative_algorithm": "STANDALONE",
+    "speculative_draft_model_path": "dummy",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
 only_where_supported = pytest.mark.skipif(
     not compat.current().SPECULATIVE, reason="refused with this version of SGLang"
 )
@@ -51,10 +58,38 @@ def test_chains_of_ngrams_are_served(name: str) -> None:
 
 
 @only_where_supported
+@pytest.mark.parametrize("name", ["STANDALONE", "standalone"])
+def test_chains_of_a_draft_model_are_served(name: str) -> None:
+    asked = DRAFT_MODEL | {"speculative_algorithm": name}
+    check_speculation(flags(**asked), CONFIG)
+    # What SGLang sets by itself, if no number is given: chains of three drafts.
+    unset = dict.fromkeys(("num_steps", "eagle_topk", "num_draft_tokens"))
+    check_speculation(flags(**asked | {f"speculative_{n}": v for n, v in unset.items()}), CONFIG)
+    assert most_queries(flags(**asked), Heads(query=8, kv=4, dim=64)) == 4
+
+
+@only_where_supported
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"speculative_algorithm": "EAGLE"}, ("--speculative-algorithm EAGLE", "NGRAM or unset")),
+        ({"speculative_draft_attention_backend": "sparse"}, ("backend sparse", "a dense backend")),
+        ({"speculative_draft_model_path": None}, ("--speculative-draft-model-path unset",)),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm STANDALONE",)),
+    ],
+)
+def test_what_a_draft_model_may_not_be_is_named(
+    changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    line = refused(flags(**DRAFT_MODEL | changes))
+    assert all(word in line for word in words), line
+
+
+@only_where_supported
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, ("EAGLE", "NGRAM or STANDALONE or unset", "pairs")),
+        ({"speculative_algorithm": "DFLASH"}, ("DFLASH", "or unset", "not supported with")),
         ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm", "auto or")),
         ({"enable_hierarchical_cache": True}, ("--enable-hierarchical-cache with", "unset with")),
         ({"speculative_ngram_max_bfs_breadth": 8}, ("max-bfs-breadth 8", "do not follow")),

@@ -8,10 +8,16 @@ import torch
 
 from sglang_sparse.compat.v0517.cpu_speculation import (
     assign_rows,
+    build_chains,
     chain_indices,
+    draft_slots,
+    extend_chains,
     extend_slots,
+    last_accepted,
+    provide_kernels,
     verify_greedy,
 )
+from sglang_sparse.devices import is_plain_cpu
 
 
 def never(*args: object, **kwargs: object) -> None:
@@ -66,3 +72,77 @@ def test_a_chain_has_consecutive_positions_and_a_tree_is_refused() -> None:
     mask[1, 2, 1] = False
     with pytest.raises(ValueError, match="are a tree"):
         chain_indices(mask.flatten(), torch.tensor([10, 4]), positions, *links, rows, width)
+
+
+def test_chains_to_verify_begin_with_the_last_accepted_token() -> None:
+    bonus = torch.tensor([7, 8], dtype=torch.int32)
+    drafts = torch.tensor([[20, 21, 22], [30, 31, 32]])
+    lengths = torch.tensor([10, 4])
+    mask, positions, index, following, sibling, tokens = build_chains(
+        never, bonus, drafts[:0], drafts[:0], drafts, lengths, 14, 1, 3, 4, fill_prefix_mask=True
+    )
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == [7, 20, 21, 22, 8, 30, 31, 32]
+    assert positions.tolist() == [10, 11, 12, 13, 4, 5, 6, 7]
+    assert mask.view(2, 4, 4).tolist() == [torch.ones(4, 4).tril().bool().tolist()] * 2
+    assert index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert following.tolist() == [[1, 2, 3, -1]] * 2
+    assert sibling.tolist() == [[-1] * 4] * 2
+    with pytest.raises(ValueError, match="are a tree"):
+        build_chains(never, bonus, drafts[:0], drafts[:0], drafts, lengths, 14, 2, 3, 4)
+
+
+def test_a_chain_goes_on_as_sglang_would_let_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative import spec_utils
+
+    # Undo its compilation, which is what the replacement saves.
+    compiled = spec_utils._select_top_k_tokens_later
+    monkeypatch.setattr(
+        spec_utils, compiled.__name__, getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    )
+    original = getattr(
+        spec_utils.select_top_k_tokens, "__wrapped__", spec_utils.select_top_k_tokens
+    )
+    generator = torch.Generator().manual_seed(0)
+    ours = theirs = None
+    for step in range(4):
+        p = torch.rand((5, 1), generator=generator)
+        token = torch.randint(99, (5, 1), generator=generator)
+        found = extend_chains(original, step, p, token, None, ours, 1)
+        want = original(step, p, token, None, theirs, 1)
+        ours, theirs = found[2], want[2]
+        assert found[1] is want[1] is None
+        for a, b in zip([found[0], ours, *found[3]], [want[0], theirs, *want[3]], strict=True):
+            assert a.dtype == b.dtype
+            assert a.tolist() == b.tolist()
+
+
+def test_the_token_behind_the_accepted_drafts_is_taken() -> None:
+    tokens = torch.arange(12, dtype=torch.int32)
+    found = torch.full((3,), -7, dtype=torch.int32)
+    last_accepted(never, tokens, torch.tensor([1, 4, 2], dtype=torch.int32), found, 4, 3)
+    assert found.tolist() == [0, 7, 9]
+
+
+def test_drafts_are_written_behind_their_rows() -> None:
+    table = torch.arange(48, dtype=torch.int32).view(4, 12)
+    found = torch.full((6,), -7)
+    draft_slots(torch.tensor([2, 0]), table, torch.tensor([5, 9]), found, 12, 1, 3)
+    assert found.tolist() == [29, 30, 31, 9, 10, 11]
+
+
+@pytest.mark.skipif(not is_plain_cpu(), reason="SGLang has its own kernels here")
+def test_a_worker_of_draft_models_finds_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative import eagle_worker_common as common
+
+    monkeypatch.setattr(common, "_is_cpu", common._is_cpu)
+    provide_kernels()
+    assert common._is_cpu
+    assert common.assign_draft_cache_locs_contiguous_cpu is draft_slots
+    # Nothing else there asks whether it is SGLang's own CPU engine.
+    assert common.prepare_for_draft.__code__.co_names.count("_is_cpu") == 1
+    others = [f for f in vars(common).values() if getattr(f, "__module__", "") == common.__name__]
+    asking = [
+        f.__name__ for f in others if "_is_cpu" in getattr(f, "__code__", never.__code__).co_names
+    ]
+    assert asking == ["prepare_for_draft"]
