@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from client import call
-from local import METHODS, SPARSE, has_gpu
+from local import METHODS, MODEL, SPARSE, has_gpu
 
 TOKENS = 24
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
@@ -56,6 +56,14 @@ CHAINS = [
     *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
     *("--speculative-num-draft-tokens", str(DRAFTS)),
 ]
+# The model drafts for itself, and sees its own tokens one place off: most drafts are accepted.
+WITH_A_DRAFT_MODEL = " with a draft model"
+DRAFT_MODEL = [
+    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(MODEL)),
+    *("--speculative-num-steps", str(DRAFTS - 1), "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", str(DRAFTS)),
+]
+LEAST_ACCEPTED = 2.0  # tokens of a verification, on average
 WITH_SPARSE_PROMPTS = " with sparse prompts"
 
 
@@ -87,9 +95,16 @@ def prompting_configurations() -> dict[str, list[str]]:
 
 
 def drafting_configurations() -> dict[str, list[str]]:
-    """Servers that draft chains of n-grams, beside dense without speculation."""
+    """Servers that draft chains, by n-grams or a model, beside dense without speculation."""
     found = configurations()
-    drafting = {name + WITH_DRAFTS: [*found[name], *CHAINS] for name in ("page_minmax", "kascade")}
+    drafting = {
+        name + how: [*found[name], *flags]
+        for how, flags, names in (
+            (WITH_DRAFTS, CHAINS, ("page_minmax", "kascade")),
+            (WITH_A_DRAFT_MODEL, DRAFT_MODEL, ("page_minmax", "sparcas")),
+        )
+        for name in names
+    }
     return {"dense": found["dense"], **drafting}
 
 
@@ -112,11 +127,15 @@ SELECTED = Tolerance(tie=4 * TIE, mean=0.05)
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens, the log-probability of each, and those of the most likely tokens there."""
+    """Greedy tokens, the log-probability of each, and those of the most likely tokens there.
+
+    ``verifications`` counts the steps that verified drafts.
+    """
 
     tokens: list[int]
     logprobs: list[float]
     top: list[dict[int, float]]
+    verifications: int = 0
 
 
 @dataclass
@@ -149,7 +168,8 @@ def answers(
         meta = reply["meta_info"]
         chosen = meta["output_token_logprobs"]
         top = [{token: p for p, token, _ in row} for row in meta["output_top_logprobs"]]
-        found.append(Answer([t for _, t, _ in chosen], [p for p, _, _ in chosen], top))
+        said, logprobs = [t for _, t, _ in chosen], [p for p, _, _ in chosen]
+        found.append(Answer(said, logprobs, top, meta.get("spec_verify_ct", 0)))
     return found
 
 
@@ -279,9 +299,10 @@ def check_method(
     sparse_prompts = name.endswith(WITH_SPARSE_PROMPTS)
     rounded = sparse_prompts and sparse_state(url)["kv_cache_dtype"] == "fp8_e4m3"
     near = SELECTED if rounded else EQUAL
-    compare(outcome, f"{name}, full budget", want, alone(url, prompts, budget), noise, near)
+    each = alone(url, prompts, budget)
+    compare(outcome, f"{name}, full budget", want, each, noise, near)
     # The equality means nothing unless these steps went through selection.
-    state, drafted = sparse_state(url), name.endswith(WITH_DRAFTS)
+    state, drafted = sparse_state(url), name.endswith((WITH_DRAFTS, WITH_A_DRAFT_MODEL))
     steps, least = state["decode_steps"]["sparse"] - before, len(prompts) * (TOKENS - 1)
     least = -(-least // DRAFTS) if drafted else least
     outcome.check(steps >= least, f"{name}: {steps} sparse decode steps, expected {least}")
@@ -303,6 +324,13 @@ def check_method(
         "overlap": overlap,
         "kv_cache_dtype": state["kv_cache_dtype"],
     }
+    if drafted:
+        # The first token is the prefill's.
+        decoded, verified = sum(len(a.tokens) - 1 for a in each), sum(a.verifications for a in each)
+        outcome.facts[name]["accepted"] = accepted = decoded / max(1, verified)
+        # Answers are right whatever is drafted; a draft model that attends wrongly shows here.
+        fewest = LEAST_ACCEPTED if name.endswith(WITH_A_DRAFT_MODEL) else 1.0
+        outcome.check(accepted > fewest, f"{name}: {accepted:.2f} tokens a verification")
     if graphs:
         outcome.check(captured == "captured", f"{name}: decode graphs are {captured}")
         outcome.check(overlap, f"{name}: the overlap scheduler is off")
