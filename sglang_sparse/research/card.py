@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.research.tables import Cell, cells_of
 from sglang_sparse.tasks import NEEDLE_TASKS, RULER_TASKS
 
-Cell = dict[str, Any]
 Key = tuple[str, int, int, str]
 RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking")
 BUDGETS = (64, 128, 256, 512, 1024)
@@ -29,7 +29,7 @@ class Results:
         """Read ``table_*.json`` and the newest ``ablation_*.json`` of ``folder``."""
         self.cells: dict[tuple[Key, str, int], Cell] = {}
         for path in sorted(folder.glob("table_*.json")):
-            for cell in json.loads(path.read_text())["cells"]:
+            for cell in cells_of(json.loads(path.read_text())):
                 self.cells[(policy_key(cell["policy"]), cell["task"], cell["length"])] = cell
         self.ablation = json.loads((folder / "ablation_4k.json").read_text())
 
