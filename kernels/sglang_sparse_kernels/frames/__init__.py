@@ -3,12 +3,15 @@
 
 from .api import (
     begin_step,
+    fill_pages,
     find_frames,
     flush_pages,
     load_blocks,
     pin_pages,
+    read_pages,
     release_pages,
     store_tokens,
+    write_pages,
 )
 from .types import COUNTERS, FoundFrames, FrameDemand, FramePool, make_host_blocks
 
@@ -18,11 +21,14 @@ __all__ = [
     "FrameDemand",
     "FramePool",
     "begin_step",
+    "fill_pages",
     "find_frames",
     "flush_pages",
     "load_blocks",
     "make_host_blocks",
     "pin_pages",
+    "read_pages",
     "release_pages",
     "store_tokens",
+    "write_pages",
 ]

@@ -16,6 +16,8 @@ from ..plan import DecodePlan
 from ..records import Lists
 from .reference import (
     begin_step_reference,
+    copy_blocks_reference,
+    fill_pages_reference,
     find_frames_reference,
     flush_pages_reference,
     load_blocks_reference,
@@ -174,20 +176,112 @@ def flush_pages(pool: FramePool, host: torch.Tensor, pages: torch.Tensor, *, imp
     flush_pages_triton(pool, host, pages)
 
 
+def fill_pages(pool: FramePool, host: torch.Tensor, pages: torch.Tensor, *, impl: Impl) -> None:
+    """Copy the blocks of pinned pages from host memory: the inverse of :func:`flush_pages`.
+
+    Args:
+        pool: its pinned frames are written.
+        host: as for :func:`load_blocks`.
+        pages: int32 or int64 [n], distinct physical pages, or negative for none. Pages that are not
+            pinned are left out.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape, memory that is not pinned.
+    """
+    check_choice("impl", impl, IMPLS)
+    _check_pages("pages", pages)
+    pool.check_host(host)
+    if impl != "triton":
+        fill_pages_reference(pool, host, pages)
+        return
+    from .store_kernel import fill_pages_triton
+
+    fill_pages_triton(pool, host, pages)
+
+
+def read_pages(
+    host: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: Impl
+) -> None:
+    """Copy pages of a layer from host memory to rows: page ``pages[i]`` to rows from ``i * P`` on.
+
+    Args:
+        host: [pages, H, 2, P, D], contiguous, one layer of :func:`make_host_blocks`, pinned where
+            ``k`` is on a GPU.
+        pages: int32 or int64 [n], physical pages.
+        k, v: [rows, H, D] in the dtype of ``host``, contiguous, with at least ``n * P`` rows;
+            written.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape, memory that is not pinned.
+    """
+    _copy_blocks(host, pages, k, v, to_host=False, impl=impl)
+
+
+def write_pages(
+    host: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, impl: Impl
+) -> None:
+    """Copy rows to pages of a layer in host memory: the inverse of :func:`read_pages`.
+
+    Args:
+        host: as for :func:`read_pages`; written.
+        pages: int32 or int64 [n], distinct physical pages.
+        k, v: as for :func:`read_pages`; read.
+        impl: "triton", "cpu" or "torch".
+
+    Raises:
+        ValueError: on an unknown ``impl``, a wrong dtype or shape, memory that is not pinned.
+    """
+    _copy_blocks(host, pages, k, v, to_host=True, impl=impl)
+
+
+def _copy_blocks(
+    host: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, to_host: bool,
+    impl: Impl,
+) -> None:  # fmt: skip
+    check_choice("impl", impl, IMPLS)
+    _check_pages("pages", pages)
+    check_shape("host", host, (-1, -1, 2, -1, -1))
+    check_contiguous("host", host)
+    _, heads, _, page_size, dim = host.shape
+    for name, rows in {"k": k, "v": v}.items():
+        check_shape(name, rows, (-1, heads, dim))
+        check_dtype(name, rows, host.dtype)
+        check_contiguous(name, rows)
+        if rows.shape[0] < pages.shape[0] * page_size:
+            raise ValueError(
+                f"{name} has {rows.shape[0]} rows, fewer than {pages.shape[0]} pages of {page_size}"
+            )
+    if k.is_cuda and not host.is_pinned():
+        raise ValueError("host must be pinned memory")
+    if not pages.shape[0]:
+        return
+    if impl != "triton":
+        copy_blocks_reference(host, pages, k, v, to_host=to_host)
+        return
+    from .page_kernel import copy_blocks_triton
+
+    copy_blocks_triton(host, pages, k, v, to_host=to_host)
+
+
 def release_pages(pool: FramePool, pages: torch.Tensor) -> None:
-    """Forget where the blocks of ``pages`` lie, because their KV is no longer valid.
+    """Forget where the blocks of ``pages`` lie, because they lie elsewhere or hold other KV now.
 
     Their frames are reused when their turn comes.
 
     Args:
         pool: changed in place.
-        pages: int32 or int64 [n], physical pages.
+        pages: int32 or int64 [n], physical pages, or negative for none. With a negative one among
+            them, page 0 is kept or released as chance has it.
 
     Raises:
         ValueError: on a wrong dtype or shape.
     """
     _check_pages("pages", pages)
-    pool.frame_of.index_fill_(1, pages.long(), MISSING)
+    at = pages.long().clamp(min=0)
+    kept = torch.where((pages < 0)[:, None], pool.frame_of[:, at], MISSING)
+    pool.frame_of.index_copy_(1, at, kept)
 
 
 def pin_pages(pool: FramePool, pages: torch.Tensor, places: torch.Tensor) -> None:

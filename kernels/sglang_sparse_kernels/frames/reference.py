@@ -136,3 +136,28 @@ def flush_pages_reference(pool: FramePool, host: torch.Tensor, pages: torch.Tens
                 (layer.to(host.device), page, head.to(host.device), part),
                 blocks.to(host.device),
             )
+
+
+def fill_pages_reference(pool: FramePool, host: torch.Tensor, pages: torch.Tensor) -> None:
+    """See :func:`sglang_sparse_kernels.frames.fill_pages`."""
+    for page in pages[pages >= 0].tolist():
+        frames = pool.frame_of[:, page].long()
+        pinned = frames >= pool.cached
+        layer, head = pinned.nonzero(as_tuple=True)
+        blocks = take(host, (layer.to(host.device), page, head.to(host.device)))
+        for rows, part in ((pool.k, 0), (pool.v, 1)):
+            fresh = take(blocks, (slice(None), part)).to(rows.device)
+            put(rows.view(-1, *host.shape[4:]), (frames[pinned],), fresh)
+
+
+def copy_blocks_reference(
+    host: torch.Tensor, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, to_host: bool
+) -> None:
+    """See :func:`sglang_sparse_kernels.frames.read_pages` and ``write_pages``."""
+    at, page_size = pages.long().to(host.device), host.shape[3]
+    for rows, part in ((k, 0), (v, 1)):
+        paged = rows[: len(pages) * page_size].view(-1, page_size, *rows.shape[1:])
+        if to_host:
+            put(host, (at, slice(None), part), paged.transpose(1, 2).to(host.device))
+        else:
+            paged.copy_(take(host, (at, slice(None), part)).transpose(1, 2))

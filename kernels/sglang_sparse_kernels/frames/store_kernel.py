@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Triton kernels carry no Python types.
 # mypy: disable-error-code="no-untyped-def"
-"""Triton implementation of what writes pinned frames, and of what copies them to host memory."""
+"""Triton implementation of what writes pinned frames, and of copies between them and the host."""
 
 import torch
 import triton
@@ -31,7 +31,7 @@ def store_tokens_kernel(
 @triton.jit
 def flush_pages_kernel(
     host, k, v, pages, frame_of, cached, num_pages,
-    H: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
+    H: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     page, i_l, i_h = tl.load(pages + tl.program_id(0)), tl.program_id(1), tl.program_id(2)
     i_block = (i_l.to(tl.int64) * num_pages + tl.maximum(page, 0)) * H + i_h
@@ -39,11 +39,14 @@ def flush_pages_kernel(
     o_w = tl.arange(0, BW)
     m_w = (o_w < WORDS) & (page >= 0) & (frame >= cached)
     for i_w in tl.static_range(0, WORDS, BW):
-        p_to = host + i_block * (2 * WORDS) + i_w + o_w
-        p_from = frame.to(tl.int64) * WORDS + i_w + o_w
-        b_k, b_v = tl.load(k + p_from, mask=m_w), tl.load(v + p_from, mask=m_w)
-        tl.store(p_to, b_k, mask=m_w)
-        tl.store(p_to + WORDS, b_v, mask=m_w)
+        p_host = host + i_block * (2 * WORDS) + i_w + o_w
+        o_f = frame.to(tl.int64) * WORDS + i_w + o_w
+        if FILL:
+            tl.store(k + o_f, tl.load(p_host, mask=m_w), mask=m_w)
+            tl.store(v + o_f, tl.load(p_host + WORDS, mask=m_w), mask=m_w)
+        else:
+            tl.store(p_host, tl.load(k + o_f, mask=m_w), mask=m_w)
+            tl.store(p_host + WORDS, tl.load(v + o_f, mask=m_w), mask=m_w)
 
 
 def store_tokens_triton(
@@ -59,10 +62,19 @@ def store_tokens_triton(
 
 def flush_pages_triton(pool: FramePool, host: torch.Tensor, pages: torch.Tensor) -> None:
     """Launch :func:`flush_pages_kernel`, one program a block."""
+    _between(pool, host, pages, fill=False)
+
+
+def fill_pages_triton(pool: FramePool, host: torch.Tensor, pages: torch.Tensor) -> None:
+    """Launch :func:`flush_pages_kernel` the other way, one program a block."""
+    _between(pool, host, pages, fill=True)
+
+
+def _between(pool: FramePool, host: torch.Tensor, pages: torch.Tensor, *, fill: bool) -> None:
     words, k, v = (rows.view(torch.int32) for rows in (host, pool.k, pool.v))
     layers, num_pages, heads = pool.frame_of.shape
     count = words.shape[-1] * pool.page_size
     flush_pages_kernel[(pages.shape[0], layers, heads)](
         words, k, v, pages, pool.frame_of, pool.cached, num_pages,
-        H=heads, WORDS=count, BW=min(count, TILE_WORDS),
+        H=heads, WORDS=count, BW=min(count, TILE_WORDS), FILL=fill,
     )  # fmt: skip
