@@ -31,7 +31,8 @@ class Facts:
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
         kv_cache_dtype: dtype of K and V, in the words of ``--kv-cache-dtype``.
-        kv_bytes, state_bytes: device bytes of K and V, and of lists, scores, plans and tables.
+        kv_bytes, state_bytes: bytes of K and V, where they are placed, and device bytes of lists,
+            scores, plans, tables and frames.
         step_tokens: tokens that a step runs for each request: 1, or the drafts of a verification
             and the token before them.
         decode_steps, prefill_batches: numbers of planned batches, by variant.

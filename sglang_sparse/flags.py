@@ -17,6 +17,7 @@ from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks,
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
+from sglang_sparse.placed import check_placed
 from sglang_sparse.reach import check_reach
 from sglang_sparse.speculation.flags import check_speculation
 from sglang_sparse.windowed import check_windowed
@@ -134,6 +135,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     )
     check_bounded(args, resolved)
     check_windowed(args, resolved)
+    check_placed(args, resolved)
     check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
     args.radix_cache_backend = BACKEND

@@ -25,7 +25,7 @@ class SparseLaunch:
 
     @property
     def config(self) -> SparseConfig:
-        """The point on the six axes."""
+        """The point on the eight axes."""
         return self.resolved.config
 
 
@@ -56,3 +56,9 @@ def windowed_launch_of(server_args: Any) -> SparseLaunch | None:
     """The launch of a server whose streaming heads hold windows only; None for any other."""
     launch = launch_of(server_args)
     return launch if launch is not None and launch.config.retention.by_head else None
+
+
+def placed_launch_of(server_args: Any) -> SparseLaunch | None:
+    """The launch of a server whose KV lies in host memory; None for any other."""
+    launch = launch_of(server_args)
+    return launch if launch is not None and launch.config.placement.on_host else None

@@ -39,6 +39,9 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "plane_reuse_tokens": ("Prefix tokens whose KV and planes were reused.", ()),
     "plane_reuse_pages": ("Prefix pages whose KV and planes were reused.", ()),
     "plane_recomputed_pages": ("Pages back from the host, with planes computed anew.", ()),
+    "frame_hits": ("Blocks of a decode step that lay in a frame.", ()),
+    "frame_loads": ("Blocks that decode steps took from host memory.", ()),
+    "frame_loaded_bytes": ("Bytes of those blocks.", ()),
 }
 
 
@@ -91,6 +94,7 @@ class Exporter:
         steps: dict[str, int],
         sums: dict[str, int],
         mass: dict[int, dict[str, int]] | None,
+        frames: dict[str, int] | None,
         tree_cache: Any,
     ) -> None:
         """Publish sums of :class:`~sglang_sparse.backend.counters.DecodeCounters`.
@@ -100,6 +104,7 @@ class Exporter:
             sums: by the names of ``COUNTS``.
             mass: sums of a budget of mass, by layer and by the names of the progressive kernels'
                 ``COUNTERS``; None under another budget.
+            frames: sums of frames, where KV lies in host memory.
             tree_cache: SGLang's; with ``plane_reuse`` if planes are shared through it.
         """
         for variant, planned in steps.items():
@@ -123,6 +128,9 @@ class Exporter:
             for name, total in reached.items():
                 metric = "mass_lists" if name == "pairs" else f"mass_{name}"
                 self._to(metric, total, layer=str(layer))
+        if frames is not None:
+            for name in ("hits", "loads", "loaded_bytes"):
+                self._to(f"frame_{name}", frames[name])
         reuse = getattr(tree_cache, "plane_reuse", None)
         if reuse is not None:
             counts = asdict(reuse)
@@ -175,7 +183,10 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
     sums = backend.counters.poll()
     mass = progress_log.last(reporter)
     if sums is not None and (mass is not None or backend.progress is None):
-        _exporter(reporter).publish(backend.decode.planned, sums, mass, scheduler.tree_cache)
+        frames = backend.frame_counts(wait=False)
+        _exporter(reporter).publish(
+            backend.decode.planned, sums, mass, frames, scheduler.tree_cache
+        )
 
 
 def when_idle(result: None, reporter: Any) -> None:
@@ -200,5 +211,9 @@ def publish_now(scheduler: Any, mass: dict[int, dict[str, int]] | None) -> None:
     # What ranks reached may be newer than the last publication, which did not wait for them.
     if _enabled(reporter) and (backend.counters.changed or mass is not None):
         _exporter(reporter).publish(
-            backend.decode.planned, backend.counters.read(), mass, scheduler.tree_cache
+            backend.decode.planned,
+            backend.counters.read(),
+            mass,
+            backend.frame_counts(wait=True),
+            scheduler.tree_cache,
         )

@@ -32,13 +32,17 @@ def kv_pool_class() -> type:
     """The pool class of this process: with planes for a sparse server, SGLang's own otherwise."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    from sglang_sparse_radix.pool import bind_pool_class
+    from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
 
     server_args = compat.current_server_args()
     launch = selecting_launch_of(server_args)
     if launch is None:
         return MHATokenToKVPool
-    return bind_pool_class(plane_spec(launch), implementation(compat.resolved(server_args).device))
+    base = SparseMHATokenToKVPool
+    if launch.config.placement.on_host:
+        from sglang_sparse_radix.host_kv import HostKVPool as base
+    impl = implementation(compat.resolved(server_args).device)
+    return bind_pool_class(plane_spec(launch), impl, base)
 
 
 def build_mha_kv_pool(

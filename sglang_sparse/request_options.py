@@ -76,6 +76,7 @@ def parse(custom_params: object, config: SparseConfig) -> RequestOptions:
         raise _wrong_shape(error, custom_params[KEY], config) from None
     try:
         config.retention.check_request(dense=asked.mode == "dense", budget=asked.budget)
+        config.placement.check_request(dense=asked.mode == "dense")
     except InvalidConfig as error:
         what = ("mode", asked.mode) if asked.mode == "dense" else ("budget", asked.budget)
         raise _refused(

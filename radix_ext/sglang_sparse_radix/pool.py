@@ -20,6 +20,7 @@ is refused below, because it would move or replace K rows without that call.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -28,7 +29,7 @@ import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-from sglang_sparse_kernels.common import IMPLS, Impl, check_choice
+from sglang_sparse_kernels.common import IMPLS, Impl, check_choice, take
 from sglang_sparse_kernels.planes import PlaneBuffers, PlaneShape, update_planes
 from sglang_sparse_radix.host_loads import HostLoads
 from sglang_sparse_radix.planes_spec import PlaneSpec, plane_bytes_per_token
@@ -193,7 +194,7 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             a global id. It copies to the host: never call it on the decode path.
         """
         found = compare_planes(
-            self._plane_keys,
+            self._rows_of(pages),
             self.plane_spec.planes,
             self.planes.tensors(),
             pages,
@@ -201,6 +202,11 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
             page_size=self.page_size,
         )
         return [replace(wrong, layer=self.plane_layers[wrong.layer]) for wrong in found]
+
+    def _rows_of(self, pages: torch.Tensor) -> Iterator[torch.Tensor]:
+        """K rows of pages `[N, P, H, D]`, of each layer that has planes."""
+        for keys in self._plane_keys:
+            yield take(keys.view(-1, self.page_size, *keys.shape[1:]), pages)
 
     # -- what would leave planes wrong -------------------------------------------------------------
 
@@ -266,7 +272,9 @@ class SparseMHATokenToKVPool(MHATokenToKVPool):
         self._refuse("post-capture KV sizing", "unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING")
 
 
-def bind_pool_class(spec: PlaneSpec, impl: Impl) -> type[SparseMHATokenToKVPool]:
+def bind_pool_class(
+    spec: PlaneSpec, impl: Impl, base: type[SparseMHATokenToKVPool] = SparseMHATokenToKVPool
+) -> type[SparseMHATokenToKVPool]:
     """A pool class bound to `spec`, with the constructor of `MHATokenToKVPool`.
 
     Use it as `mha_pool_class` of `KVCacheConfigurator._build_mha_kv_pool`, and as the result of an
@@ -276,16 +284,13 @@ def bind_pool_class(spec: PlaneSpec, impl: Impl) -> type[SparseMHATokenToKVPool]
         spec: the planes to keep.
         impl: `"triton"`, `"cpu"` or `"torch"`, passed to the plane-update kernel; none falls back
             to another.
+        base: the class to bind.
 
     Raises:
         ValueError: unknown `impl`.
     """
     check_choice("impl", impl, IMPLS)
-    return type(
-        SparseMHATokenToKVPool.__name__,
-        (SparseMHATokenToKVPool,),
-        {"plane_spec": spec, "impl": impl, "__doc__": SparseMHATokenToKVPool.__doc__},
-    )
+    return type(base.__name__, (base,), {"plane_spec": spec, "impl": impl, "__doc__": base.__doc__})
 
 
 def extra_cell_bytes(spec: PlaneSpec, kvc: KVCacheConfigurator, num_layers: int) -> int:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from sglang_sparse_kernels.common import take
 from sglang_sparse_radix.planes import Plane
 
 
@@ -23,7 +22,7 @@ class PlaneMismatch:
 
 
 def compare_planes(
-    k_layers: Sequence[torch.Tensor],
+    k_layers: Iterable[torch.Tensor],
     planes: Sequence[Plane],
     stored: dict[str, torch.Tensor],
     pages: torch.Tensor,
@@ -34,7 +33,7 @@ def compare_planes(
     """Every (layer, page, plane) of `pages` that differs from what the plane must hold.
 
     Args:
-        k_layers: per layer `[slots, H, D]`.
+        k_layers: per layer `[N, P, H, D]`, the K rows of `pages`.
         planes: what is kept.
         stored: its tensors by name, the layer axis first.
         pages: int64 `[N]`.
@@ -47,8 +46,7 @@ def compare_planes(
         valid_tokens = torch.full_like(pages, page_size)
     written = torch.arange(page_size, device=pages.device) < valid_tokens[:, None]  # [N, P]
     found: list[PlaneMismatch] = []
-    for layer, k_rows in enumerate(k_layers):
-        rows = take(k_rows.view(-1, page_size, *k_rows.shape[1:]), pages)
+    for layer, rows in enumerate(k_layers):
         for plane in planes:
             for name, (values, defined, slack) in plane.expected(rows, written).items():
                 held = plane.of_pages(name, stored[name][layer], pages, page_size)

@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import banner
-from sglang_sparse.launch import bounded_of, windowed_launch_of
+from sglang_sparse.launch import bounded_of, placed_launch_of, windowed_launch_of
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -28,10 +28,12 @@ def create_backend(runner: Any) -> AttentionBackend:
         from sglang_sparse.backend.inner import dense_backend
 
         return dense_backend(runner)
-    if windowed_launch_of(runner.server_args) is None:
-        from sglang_sparse.backend.attention import SparseAttentionBackend as Selecting
-    else:
+    if windowed_launch_of(runner.server_args) is not None:
         from sglang_sparse.backend.windowed import WindowedAttentionBackend as Selecting
+    elif placed_launch_of(runner.server_args) is not None:
+        from sglang_sparse.backend.hosted import HostedAttentionBackend as Selecting
+    else:
+        from sglang_sparse.backend.attention import SparseAttentionBackend as Selecting
     backend = Selecting(runner)
     logger.info(banner.text(backend.facts()))
     return backend

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -38,7 +38,7 @@ from sglang_sparse.backend.runner import (
 )
 from sglang_sparse.backend.verify import as_extend, most_queries
 from sglang_sparse.checks import check_keywords
-from sglang_sparse.choices.build import Columns, LayerProgram
+from sglang_sparse.choices.build import Build, Columns, LayerProgram
 from sglang_sparse.choices.telemetry import LayerCounters
 from sglang_sparse.facts import Facts
 from sglang_sparse.graph_variants import Variant
@@ -65,6 +65,8 @@ class SparseAttentionBackend(AttentionBackend):
     """
 
     needs_cpu_seq_lens = True  # they choose the graph
+    _decode_class: ClassVar[type[DecodeSteps]] = DecodeSteps
+    _extend_class: ClassVar[type[ExtendSteps]] = ExtendSteps
 
     def __init__(self, runner: ModelRunner) -> None:
         """Build the inner backend and compile the layers' programs.
@@ -80,7 +82,7 @@ class SparseAttentionBackend(AttentionBackend):
             self._launch.config,
             pools.implementation(compat.resolved(runner.server_args).device),
         )
-        self._inner = InnerBackends(runner, config.inner, impl)
+        self._inner = InnerBackends(self._seen_by_inner(runner), config.inner, impl)
         self.token_to_kv_pool = pool = runner.token_to_kv_pool
         layers = compat.attention_layers(runner.model)
         self._stored = StoredKV(pool.dtype, self._inner.name, layers)
@@ -95,14 +97,16 @@ class SparseAttentionBackend(AttentionBackend):
         heads, columns = heads_of(runner), Columns(table.shape[0], self.device)
         self._heads = heads
         self.requests = RequestTable(config, columns)
-        self._build = build = allocate(
-            config,
-            pool,
-            heads,
-            columns,
-            max_context=table.shape[1],
-            impl=impl,
-            queries=most_queries(runner.server_args, heads),
+        self._build = build = self._completed(
+            allocate(
+                config,
+                pool,
+                heads,
+                columns,
+                max_context=table.shape[1],
+                impl=impl,
+                queries=most_queries(runner.server_args, heads),
+            )
         )
         score, budget = config.score.build(build), config.budget.build(build, config.score)
         self._programs = compile_programs(
@@ -111,11 +115,11 @@ class SparseAttentionBackend(AttentionBackend):
         counts = compat.resolved(runner.server_args).enable_metrics
         self.counters = DecodeCounters.of(build, sum(config.heads.window)) if counts else None
         self.progress: LayerCounters | None = budget.counters
-        self.decode = DecodeSteps(
+        self.decode = self._decode_class(
             config, build, budget, self._programs, self.requests, table, self.counters
         )
         prefill = config.prefill.build(build, config.score, self._programs)
-        self.extend = ExtendSteps(build, prefill, self.requests, table, runner.dtype)
+        self.extend = self._extend_class(build, prefill, self.requests, table, runner.dtype)
         compile_kernels(
             self.decode,
             self.extend,
@@ -127,7 +131,14 @@ class SparseAttentionBackend(AttentionBackend):
         )
         self.extend.warm_up()
         self._selected: Variant | None = None
-        self._last_layer = pool.end_layer - 1
+
+    def _seen_by_inner(self, runner: ModelRunner) -> Any:
+        """The runner as the inner backend sees it."""
+        return runner
+
+    def _completed(self, build: Build) -> Build:
+        """The buffers, with what a kind of server has beside those of all."""
+        return build
 
     # Properties that SGLang reads from any backend.
 
@@ -286,8 +297,7 @@ class SparseAttentionBackend(AttentionBackend):
             out = dense()
             if program is not None:
                 self._run(steps.run, program, q, layer)
-        if layer.layer_id == self._last_layer:
-            steps.update_planes()
+        steps.end_layer(layer.layer_id)
         return out
 
     def _decoding(self, layer: RadixAttention) -> LayerProgram | None:
@@ -360,6 +370,11 @@ class SparseAttentionBackend(AttentionBackend):
     def reached(self) -> dict[int, dict[str, int]] | None:
         """Sums of what this rank's layers reached, or None; waits for the device."""
         return None if self.progress is None else self.progress.read()
+
+    def frame_counts(self, *, wait: bool) -> dict[str, int] | None:
+        """What was found in frames and loaded to them; None where KV lies on the device."""
+        fetched = self._build.fetched
+        return None if fetched is None else fetched.counts(wait=wait)
 
     def describe(self) -> dict[str, Any]:
         """The ``sparse`` block of ``/server_info``; plain JSON types. Waits for the device."""

@@ -119,6 +119,11 @@ class DecodeSteps:
         if self._counters is not None:
             self._counters.count(self.plan, self._requests.budgets)
 
+    def end_layer(self, layer: int) -> None:
+        """After a layer (global id) ran: behind the last one, bring all planes up to date."""
+        if layer == self._build.pool.end_layer - 1:
+            self.update_planes()
+
     def update_planes(self) -> None:
         """Bring the planes of all layers up to date with what the batch wrote."""
         plan, more = self.plan, self.queries - 1

@@ -108,6 +108,11 @@ class ExtendSteps:
         assert self._prefill is not None
         return self._prefill.run(self.batch, program.layer, q, softmax, kv_scales)
 
+    def end_layer(self, layer: int) -> None:
+        """After a layer (global id) ran: behind the last one, bring all planes up to date."""
+        if layer == self._build.pool.end_layer - 1:
+            self.update_planes()
+
     def update_planes(self) -> None:
         """Bring the planes of all layers up to date, after the last one wrote its keys."""
         assert self._written is not None

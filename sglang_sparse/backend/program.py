@@ -13,7 +13,7 @@ from sglang_sparse.choices.interfaces import BudgetRun, ScoreRun
 from sglang_sparse.choices.role import Role
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.records import HeadWindows
-from sglang_sparse_kernels.step import Attend, Stage
+from sglang_sparse_kernels.step import Stage
 
 
 def compile_programs(
@@ -51,12 +51,15 @@ def compile_programs(
                 "drop it, or cut the stages (SGLANG_PP_LAYER_PARTITION) before anchors",
             )
         attends = role.source is not None
-        stages: list[Stage] = [Attend(build.attention)]
-        if role.selects:
-            stages = [score.stage(layer), *budget.stages(layer, attends=attends)]
+        stages: list[Stage] = (
+            [score.stage(layer), *budget.stages(layer, attends=attends)]
+            if role.selects
+            else [build.attend(layer)]
+        )
         if attends and probe is not None:
             stages.append(Observe(probe, layer))
         indices, counts = build.lists.set_of(build.layers.index(writer))
+        k, v = build.kv_rows(layer)
         programs[layer] = LayerProgram(
             layer=layer,
             role=role,
@@ -64,8 +67,8 @@ def compile_programs(
             indices=indices,
             counts=counts,
             head_map=_head_map(role, build, first_head),
-            k=pool.get_key_buffer(layer),
-            v=pool.get_value_buffer(layer),
+            k=k,
+            v=v,
             windows=_windows(build, layer, attends=attends),
         )
     return programs

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from sglang_sparse_kernels.records import (
     make_scores,
 )
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace
-from sglang_sparse_kernels.step import Stage
+from sglang_sparse_kernels.step import Attend, Stage
 from sglang_sparse_radix.planes import CuboidPlane
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
@@ -120,6 +120,20 @@ class SelectionLists:
         return plan.request_slots if self.keep else self.own_rows[: plan.num_rows]
 
 
+class Fetched(Protocol):
+    """KV that attention reads elsewhere than in the pool's rows."""
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [rows, heads, head_dim] each."""
+
+    def stage(self, layer: int) -> Stage:
+        """The stage that attends to the step's lists and the tail in `layer`, a global id."""
+
+    def counts(self, *, wait: bool) -> dict[str, int] | None:
+        """Sums since the start, by their names; without waiting None if none have arrived."""
+
+
 @dataclass(frozen=True)
 class Build:
     """All that choices need to build their run time: pool, limits, and buffers that layers share.
@@ -136,6 +150,7 @@ class Build:
         kinds: heads that stream.
         lists: what layers write and read.
         scores, topk, attention: scratch, sized for the largest pass.
+        fetched: where KV is read, if not in the pool's rows.
     """
 
     pool: SparseMHATokenToKVPool
@@ -151,6 +166,7 @@ class Build:
     scores: Scores
     topk: TopkWorkspace
     attention: torch.Tensor
+    fetched: Fetched | None = None
     _scratch: list[int] = field(default_factory=list)
 
     @classmethod
@@ -194,6 +210,16 @@ class Build:
         """Return ``workspace``, after adding its bytes to those of this server's state."""
         self._scratch.append(tensor_bytes(workspace))
         return workspace
+
+    def attend(self, layer: int) -> Stage:
+        """The stage of ``layer``, a global id, that attends to the step's lists and the tail."""
+        return Attend(self.attention) if self.fetched is None else self.fetched.stage(layer)
+
+    def kv_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values that ``layer``, a global id, reads: [rows, heads, head_dim] each."""
+        if self.fetched is not None:
+            return self.fetched.rows
+        return self.pool.get_key_buffer(layer), self.pool.get_value_buffer(layer)
 
     def scores_of(self, layer: int) -> Scores:
         """Where ``layer`` scores, and which of its lists are read."""

@@ -64,6 +64,10 @@ class SGLangVersion(Protocol):
         """Whether requests may begin with the state of a prefix, under a bounded retention."""
 
     @property
+    def PLACES_ON_HOST(self) -> bool:
+        """Whether the KV pool may lie in host memory, with frames on the device."""
+
+    @property
     def READS_KV_SCALES(self) -> frozenset[str]:
         """Dense backends whose passes all read fp8 rows by their layer's scales."""
 

@@ -18,6 +18,7 @@ from sglang_sparse.choices.interfaces import (
     RetentionChoice,
     ScoreChoice,
 )
+from sglang_sparse.choices.placement._placement import PlacementChoice
 
 if TYPE_CHECKING:
     Layers = LayersChoice
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Budget = BudgetChoice
     Prefill = PrefillChoice
     Retention = RetentionChoice
+    Placement = PlacementChoice
 else:
     Layers = union_of("layers", LayersChoice)
     Heads = union_of("heads", HeadsChoice)
@@ -33,9 +35,10 @@ else:
     Budget = union_of("budget", BudgetChoice)
     Prefill = union_of("prefill", PrefillChoice)
     Retention = union_of("retention", RetentionChoice)
+    Placement = union_of("placement", PlacementChoice)
 
 # The names of the axes, in the order in which people are told of them.
-AXES = ("layers", "heads", "score", "budget", "cadence", "prefill", "retention")
+AXES = ("layers", "heads", "score", "budget", "cadence", "prefill", "retention", "placement")
 
 
 def budget_tokens(budget: BudgetChoice, context_len: int) -> int:

@@ -13,12 +13,14 @@ from pydantic import Field, model_validator
 from sglang_sparse.choices.cadence import StepCadence
 from sglang_sparse.choices.choice import MAX_COUNT, Choice, InvalidConfig, PageSize
 from sglang_sparse.choices.heads.retrieval import RetrievalHeads
+from sglang_sparse.choices.placement.device import OnDevice
 from sglang_sparse.choices.prefill.dense import DensePrefill
 from sglang_sparse.choices.retention.everything import KeepAll
 from sglang_sparse.config.axes import (
     Budget,
     Heads,
     Layers,
+    Placement,
     Prefill,
     Retention,
     Score,
@@ -92,7 +94,7 @@ def _head_dim(config: Mapping[str, Any], heads: int) -> int:
 
 
 class SparseConfig(Choice):
-    """One point on the six axes, with what all points share. Frozen, so it can key a cache.
+    """One point on the eight axes, with what all points share. Frozen, so it can key a cache.
 
     Selection semantics are those of `DESIGN.md`: a list holds the best units of the domain, as many
     as `budget.list_size` says, always with the sinks and the recent tokens among them.
@@ -111,6 +113,7 @@ class SparseConfig(Choice):
     cadence: StepCadence = StepCadence()
     prefill: Prefill = DensePrefill()
     retention: Retention = KeepAll()
+    placement: Placement = OnDevice()
 
     sink_tokens: int = Field(
         default=16, ge=0, le=MAX_COUNT, description="First tokens, always attended to."
@@ -165,6 +168,7 @@ class SparseConfig(Choice):
         self.heads.check(self)
         self.budget.check(self)
         self.prefill.check(self)
+        self.placement.check(self)
         if self.model is not None:
             check_fits(self, self.model)
         return self
@@ -201,6 +205,7 @@ def check_fits(config: SparseConfig, geometry: Geometry) -> None:
     config.score.check_model(geometry)
     config.layers.check_model(geometry)
     config.retention.check_model(config, geometry)
+    config.placement.check_model(config, geometry)
 
 
 def preset_hash(config: SparseConfig) -> str:
@@ -209,6 +214,8 @@ def preset_hash(config: SparseConfig) -> str:
     # What came later is left out where it is as if it were not there, so that hashes stay.
     if config.retention == KeepAll():
         skipped["retention"] = True
+    if config.placement == OnDevice():
+        skipped["placement"] = True
     if config.heads == RetrievalHeads():
         skipped["heads"] = True
     if getattr(config.score, "select", None) is None:

@@ -12,13 +12,15 @@ from documents import cut_documents
 from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
+from placed import PLACED_SERVERS
 from server_host import Host
 from streaming_heads import STREAMING
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 # Elsewhere the hierarchical cache is refused.
-collect_ignore = [] if version("sglang") == "0.5.17" else ["test_host_tier.py", "test_windows.py"]
+_OLDER = ["test_host_tier.py", "test_placement.py", "test_windows.py"]
+collect_ignore = [] if version("sglang") == "0.5.17" else _OLDER
 # What anchors reach, and so what the layers between them attend to, is the whole context.
 EVERYTHING = {
     "budget": {"kind": "mass", "epsilon": 1.0, "cap": 4096, "microbatch": 64},
@@ -325,6 +327,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         {},
     ),
     **HOST_TIER_SERVERS,
+    **PLACED_SERVERS,
 }
 
 # Every preset beside fp8 KV, with lists that hold the whole context.
@@ -355,7 +358,8 @@ COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 FILES = (
     *("evaluate", "metrics", "loadtest", "requests", "tokenizers"),
     *("programs", "outputs", "prefixes"),
-    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve", "windows", "cascade"),
+    *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve"),
+    *("windows", "placement", "cascade"),
 )
 
 

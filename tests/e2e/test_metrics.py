@@ -132,7 +132,7 @@ def test_server_info_says_what_runs(live: LiveServer) -> None:
     state = live.sparse_state()
     assert state["method"] == "page_minmax"
     assert list(state["axes"]) == [
-        "layers", "heads", "score", "budget", "cadence", "prefill", "retention"
+        "layers", "heads", "score", "budget", "cadence", "prefill", "retention", "placement"
     ]  # fmt: skip
     assert re.fullmatch("[0-9a-f]{12}", state["preset_hash"])
     assert state["layers"] == {"dense": [0], "select": [1, 2, 3, 4, 5]}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from live_server import base_args
+from placed import PLACED_REFUSALS
 from refused_models import MODELS
 from start_driver import outcomes_of
 
@@ -250,6 +251,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["--sparse-config", "does not go with retention.kind cascade", "layers none"],
     ),
+    **PLACED_REFUSALS,
     "another tree": (
         [*SPARSE, "--radix-cache-backend", "flexkv"],
         ["--radix-cache-backend", "flexkv"],

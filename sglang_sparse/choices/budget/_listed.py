@@ -31,11 +31,11 @@ class ListRun:
         self._build = build
 
     def stages(self, layer: int, *, attends: bool) -> list[Stage]:
-        from sglang_sparse_kernels.step import Attend, Select
+        from sglang_sparse_kernels.step import Select
 
         build = self._build
         select = Select(build.scores_of(layer), build.always, build.topk)
-        return [select, Attend(build.attention)] if attends else [select]
+        return [select, build.attend(layer)] if attends else [select]
 
     def plan(self, request_slots: torch.Tensor) -> None:
         """Nothing to gather: the plan holds the length of each list."""

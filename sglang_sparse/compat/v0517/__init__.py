@@ -75,11 +75,17 @@ _APPLICATION = f"{_SRT}.entrypoints.http_server:app"
 MARKER = "srt/server_args.py"
 SPECULATIVE = ("NGRAM", "STANDALONE")
 SHARES_STATES = True
+PLACES_ON_HOST = True
 READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
 HOOKS = (
     *shared.HOOKS,
+    Hook(
+        f"{_KV}._resolve_memory_pool_config",
+        "sglang_sparse.placed_pools:resolve_pool_config",
+        "around",
+    ),
     Hook(f"{_RUNNER}._capture_one_stream", f"{_GRAPHS}:capture_one_stream", "around"),
     Hook(f"{_RUNNER}._make_graph_key", f"{_GRAPHS}:make_graph_key", "around"),
     Hook(f"{_SRT}.utils.common.support_triton", f"{_CPU}:support_triton", "around"),
@@ -153,6 +159,7 @@ HOOKS = (
 
 SEAMS = (
     *shared.SEAMS,
+    f"{_KV}.resolve_max_num_reqs",
     f"{_TREE}.cache_unfinished_req",
     f"{_TREE}.cache_finished_req",
     f"{_HOST_TREE}.__init__",

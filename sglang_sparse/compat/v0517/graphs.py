@@ -41,6 +41,7 @@ def make_graph_key(original: Callable[..., Any], runner: Any, *args: Any, **kwar
 
 
 def _has_variants(runner: Any) -> bool:
-    """Whether a runner captures for the sparse backend: not for a draft model."""
+    """Whether a runner captures both variants: not for a draft model, nor where KV is fetched."""
     model = runner.model_runner
-    return selecting_launch_of(model.server_args) is not None and not model.is_draft_worker
+    launch = selecting_launch_of(model.server_args)
+    return launch is not None and not (model.is_draft_worker or launch.config.placement.on_host)

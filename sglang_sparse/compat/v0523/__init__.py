@@ -40,6 +40,7 @@ _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 MARKER = "srt/layers/attention/graph_variants.py"
 SPECULATIVE = ()
 SHARES_STATES = False
+PLACES_ON_HOST = False
 READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frames of a server whose KV lies in host memory: how many there are, what a step does to them.
+
+A page that a request writes to is pinned at the place of its request slot. When it is full it goes
+to the host, at the end of the step that filled it: SGLang may put it in the tree before the
+request's next step. All of it runs on the device, in fixed shapes, so that decode graphs hold it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_sparse.backend.counters import DeviceSums
+from sglang_sparse.backend.host_prompts import HostPrompts, Span, buffer_bytes
+from sglang_sparse.checks import refuse
+from sglang_sparse.choices.build import Build, Limits
+from sglang_sparse.config import SparseConfig
+from sglang_sparse_kernels.frames import (
+    COUNTERS,
+    FoundFrames,
+    FrameDemand,
+    FramePool,
+    begin_step,
+    fill_pages,
+    flush_pages,
+    pin_pages,
+    release_pages,
+    store_tokens,
+)
+from sglang_sparse_kernels.plan import DecodePlan
+from sglang_sparse_kernels.step import AttendFrames, Stage
+from sglang_sparse_radix.host_kv import HostKVPool, StagedPlanes
+
+_ORDER_BYTES = 12  # a frame's owner, stamp and place in the order
+
+
+@dataclass(frozen=True)
+class FrameSizes:
+    """How device memory for keys and values is divided.
+
+    Attributes:
+        demand: the most that a step touches.
+        list_units, tail_pages: of a row and KV head.
+        columns: of page tables.
+        cached: frames for blocks of the host.
+        pinned_pages: pages that requests write to.
+    """
+
+    demand: FrameDemand
+    list_units: int
+    tail_pages: int
+    columns: int
+    cached: int
+    pinned_pages: int
+
+
+def tail_pages(config: SparseConfig) -> int:
+    """The most pages of a row's tail: tokens since the last selection, or a short row's all."""
+    tokens = max(config.cadence.every, config.min_sparse_tokens - 1)
+    return (tokens + config.page_size - 2) // config.page_size + 1
+
+
+def frame_sizes(
+    config: SparseConfig, pool: HostKVPool, limits: Limits, *, request_slots: int, max_context: int
+) -> FrameSizes:
+    """Divide `placement.device_bytes`.
+
+    Args:
+        config: the resolved configuration.
+        pool: keys and values in host memory.
+        limits: of a decode step.
+        request_slots: rows of SGLang's request table.
+        max_context: its columns.
+
+    Raises:
+        ConfigError: it is too little for the most that one step touches.
+    """
+    layers, heads, page = pool.layer_num, pool.head_num, pool.page_size
+    units, tail = limits.capacity_units, tail_pages(config)
+    columns = -(-max_context // page)
+    row_pages = min(units + tail, columns)
+    demand = FrameDemand(layers, request_slots, heads, row_pages)
+    block = 2 * page * pool.head_dim * pool.dtype.itemsize
+    # Keys of pages that are being written lie in rows once more, for their planes.
+    pinned = request_slots * layers * heads * (block + block // 2)
+    fixed = pinned + buffer_bytes(pool, longest_pages(pool, max_context))
+    device_bytes, _ = config.placement.room
+    cached = (device_bytes - fixed) // (block + _ORDER_BYTES)
+    if cached < demand.blocks:
+        least = fixed + demand.blocks * (block + _ORDER_BYTES)
+        raise refuse(
+            "--sparse-config",
+            f"placement.device_bytes={device_bytes}",
+            f"at least {least}",
+            f"a step of {request_slots} requests touches up to {row_pages} pages in {layers} "
+            f"layers of {heads} KV heads: raise it, or lower --max-running-requests, "
+            "--context-length, the budget, min_sparse_tokens or page_size",
+        )
+    # More frames than blocks would never be used.
+    most = max(demand.blocks, layers * pool.num_pages * heads)
+    return FrameSizes(demand, units, tail, columns, min(cached, most), request_slots)
+
+
+class HostFrames:
+    """The frames of a server, see the module.
+
+    Attributes:
+        frames: the pool of frames.
+        prompts: the copies that prompts attend to.
+    """
+
+    def __init__(
+        self, pool: HostKVPool, build: Build, sizes: FrameSizes, prompts: HostPrompts
+    ) -> None:
+        """Make the frames; for the arguments see :func:`frame_sizes`."""
+        self._pool, self.prompts, self._impl = pool, prompts, build.impl
+        device, page = build.device, pool.page_size
+        self.frames = frames = FramePool.allocate(
+            sizes.demand, pages=pool.num_pages, cached=sizes.cached,
+            pinned_pages=sizes.pinned_pages, page_size=page, dim=pool.head_dim, dtype=pool.dtype,
+            device=device,
+        )  # fmt: skip
+        self._found = FoundFrames.allocate(
+            frames, max_rows=build.limits.rows_a_pass, max_pages=sizes.columns,
+            list_units=sizes.list_units, tail_pages=sizes.tail_pages,
+        )  # fmt: skip
+        self._workspace = build.attention
+        self._sums = DeviceSums(COUNTERS, frames.counters)
+        # Keys of pages that are being written, as the planes' kernels read them.
+        rows, heads = sizes.pinned_pages, (pool.head_num, pool.head_dim)
+        layers = len(pool.plane_layers)
+        self._keys = torch.zeros((layers, rows * page, *heads), dtype=pool.dtype, device=device)
+        self._planes = StagedPlanes(pool, list(self._keys))
+        local = [layer - pool.start_layer for layer in pool.plane_layers]
+        self._plane_layers = torch.tensor(local, device=device)
+        self._rows = torch.arange(rows, dtype=torch.int32, device=device)
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the frames."""
+        return self.frames.k, self.frames.v
+
+    def stage(self, layer: int) -> Stage:
+        """Attention of a layer, a global id, over frames."""
+        local = layer - self._pool.start_layer
+        return AttendFrames(self.frames, self._pool.host, local, self._found, self._workspace)
+
+    # A decode step.
+
+    def begin(self, plan: DecodePlan) -> None:
+        """Begin a step, and pin the pages that it writes to."""
+        self._sums.offer()
+        begin_step(self.frames, impl=self._impl)
+        pin_pages(self.frames, self._current(plan), plan.request_slots)
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write the keys and values of a step's tokens.
+
+        Args:
+            layer: global id.
+            k, v: [rows, heads * head_dim] or [rows, heads, head_dim].
+            slots: int64 [rows], their KV slots.
+        """
+        shape = (-1, self._pool.head_num, self._pool.head_dim)
+        k, v = (rows.view(shape).to(self._pool.dtype) for rows in (k, v))
+        store_tokens(self.frames, layer - self._pool.start_layer, k, v, slots, impl=self._impl)
+
+    def end(self, plan: DecodePlan) -> None:
+        """End a step: bring planes up to date, and send full pages to the host."""
+        pages, page = self._current(plan), self._pool.page_size
+        self._update_planes(plan, pages)
+        full = torch.where(plan.seq_lens % page == 0, pages, -1)
+        flush_pages(self.frames, self._pool.host, full, impl=self._impl)
+        release_pages(self.frames, full)
+
+    def _current(self, plan: DecodePlan) -> torch.Tensor:
+        """The page that each row writes to, int32 [rows]."""
+        last = (plan.seq_lens - 1).clamp(min=0) // self._pool.page_size
+        return plan.page_table.gather(1, last.long()[:, None])[:, 0].contiguous()
+
+    def _update_planes(self, plan: DecodePlan, pages: torch.Tensor) -> None:
+        frames, pool, count = self.frames, self._pool, plan.num_rows
+        layers, heads, page, dim = (
+            pool.layer_num, pool.head_num, pool.page_size, pool.head_dim,
+        )  # fmt: skip
+        pinned = frames.k[frames.cached * page :].view(-1, layers, heads, page, dim)
+        held = pinned.index_select(0, plan.request_slots).index_select(1, self._plane_layers)
+        # [rows, layers, heads, P, dim] to [layers, rows, P, heads, dim]
+        keys = self._keys.view(len(self._keys), -1, page, heads, dim)
+        keys[:, :count].copy_(held.permute(1, 0, 3, 2, 4))
+        places = self._rows[:count]
+        end = (plan.seq_lens - 1).clamp(min=0) % page + 1
+        self._planes.update(places[:, None], torch.zeros_like(end), end, max_new_tokens=page)
+        self._planes.copy(pool.plane_layers[0], places, pages.long())
+
+    # A prefill batch.
+
+    def forget(self, spans: list[Span]) -> None:
+        """Forget what frames hold of pages that a prefill batch is about to write."""
+        for span in spans:
+            release_pages(self.frames, span.written.contiguous())
+
+    def hand_over(self, spans: list[Span], slots: torch.Tensor) -> None:
+        """Pin the open pages of a prefill batch, which decoding goes on with.
+
+        Args:
+            spans: its requests.
+            slots: int64 [requests], their request slots.
+        """
+        for row, span in enumerate(spans):
+            page = span.open_page
+            pin_pages(self.frames, page, slots[row : row + len(page)])
+            fill_pages(self.frames, self._pool.host, page, impl=self._impl)
+
+    # Reports.
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, and of a frame."""
+        return 2 * self._pool.page_size * self._pool.head_dim * self._pool.dtype.itemsize
+
+    def counts(self, *, wait: bool) -> dict[str, int] | None:
+        """What frames were found and loaded, by the names of ``COUNTERS``, and the bytes loaded.
+
+        Args:
+            wait: for the device; else an earlier snapshot, or None if none has arrived.
+        """
+        found = self._sums.read() if wait else self._sums.poll()
+        return (
+            None if found is None else found | {"loaded_bytes": found["loads"] * self.block_bytes}
+        )
+
+    def describe(self) -> dict[str, int]:
+        """Sizes and counts in plain numbers. Waits for the device."""
+        return {
+            "host_bytes": self._pool.host.nbytes,
+            "frames": self.frames.cached,
+            "frame_bytes": self.block_bytes,
+            "pinned_pages": len(self._rows),
+            **(self.counts(wait=True) or {}),
+        }
+
+    def nbytes(self) -> int:
+        """Device bytes of everything here."""
+        own = self.frames.nbytes + self._found.nbytes + self._keys.nbytes + self._planes.nbytes()
+        return own + self.prompts.nbytes()
+
+
+def longest_pages(pool: HostKVPool, max_context: int) -> int:
+    """Pages of the longest request that a pool holds."""
+    return min(-(-max_context // pool.page_size), pool.num_pages)
+
+
+def make_frames(
+    config: SparseConfig, pool: HostKVPool, build: Build, prompts: HostPrompts, max_context: int
+) -> HostFrames:
+    """The frames of a server.
+
+    Raises:
+        ConfigError: `placement.device_bytes` is too little.
+    """
+    sizes = frame_sizes(
+        config,
+        pool,
+        build.limits,
+        request_slots=build.columns.request_slots,
+        max_context=max_context,
+    )
+    return HostFrames(pool, build, sizes, prompts)

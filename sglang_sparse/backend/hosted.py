@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend where keys and values lie in host memory (PSA, arXiv 2503.00392, 3.4).
+
+All layers select, so decoding attends to lists and tails alone, whose pages are found in frames.
+That holds for short requests too: their tail is everything, and frames hold the longest such tail.
+So a decode batch never runs on the inner backend. Prompts run on it, over a copy of one layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from sglang_sparse import compat
+from sglang_sparse.backend.attention import SparseAttentionBackend
+from sglang_sparse.backend.decode import DecodeSteps
+from sglang_sparse.backend.extend import ExtendSteps
+from sglang_sparse.backend.host_frames import HostFrames, longest_pages, make_frames
+from sglang_sparse.backend.host_prompts import HostPrompts
+from sglang_sparse.backend.runner import launch_of_runner
+from sglang_sparse.checks import refuse
+from sglang_sparse.facts import Facts
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_sparse.choices.build import Build
+    from sglang_sparse.graph_variants import Variant
+
+
+class HostedDecode(DecodeSteps):
+    """`DecodeSteps` over frames."""
+
+    @property
+    def hosted(self) -> HostFrames:
+        """The frames."""
+        return cast(HostFrames, self._build.fetched)
+
+    def choose(self, forward_batch: ForwardBatch) -> Variant:
+        """Always sparse: the inner backend finds no keys in a decode batch."""
+        self.planned["sparse"] += 1
+        return "sparse"
+
+    def plan_batch(self, forward_batch: ForwardBatch, *, graph: bool) -> None:
+        """See `DecodeSteps`; also begins a step of the frames."""
+        super().plan_batch(forward_batch, graph=graph)
+        self.hosted.begin(self.plan)
+
+    def update_planes(self) -> None:
+        """Bring planes up to date, and send full pages to the host."""
+        self.hosted.end(self.plan)
+
+
+class HostedExtend(ExtendSteps):
+    """`ExtendSteps` over copies of one layer."""
+
+    @property
+    def hosted(self) -> HostFrames:
+        """The frames."""
+        return cast(HostFrames, self._build.fetched)
+
+    def plan_batch(self, forward_batch: ForwardBatch) -> None:
+        """See `ExtendSteps`; also begins to load the prefixes."""
+        super().plan_batch(forward_batch)
+        prompts = self.hosted.prompts
+        prompts.plan(forward_batch, self.page_table)
+        self.hosted.forget(prompts.spans)
+        self._slots = forward_batch.req_pool_indices
+
+    def begin_layer(self, layer: int) -> None:
+        """Before a layer (global id) attends: its prefix is there."""
+        self.hosted.prompts.begin_layer(layer)
+
+    def end_layer(self, layer: int) -> None:
+        """After a layer ran: its keys, values and planes are written."""
+        self.hosted.prompts.end_layer(layer)
+        super().end_layer(layer)
+
+    def update_planes(self) -> None:
+        """After the last layer, whose planes are up to date as all are: decoding may go on."""
+        self.hosted.hand_over(self.hosted.prompts.spans, self._slots)
+
+
+class HostedAttentionBackend(SparseAttentionBackend):
+    """SGLang's attention backend for keys and values in host memory."""
+
+    _decode_class = HostedDecode
+    _extend_class = HostedExtend
+    decode: HostedDecode
+    extend: HostedExtend
+
+    def _seen_by_inner(self, runner: ModelRunner) -> Any:
+        if compat.writes_kv_in_rope(runner.model):
+            raise refuse(
+                "--model-path",
+                runner.server_args.model_path,
+                "models that write keys and values through the pool, with placement.kind=host",
+                "this one may write them within RoPE: drop placement",
+            )
+        table = runner.req_to_token_pool.req_to_token
+        self._max_context = table.shape[1]
+        self._prompts = HostPrompts(
+            runner.token_to_kv_pool,
+            request_slots=table.shape[0],
+            max_context=table.shape[1],
+            pages=longest_pages(runner.token_to_kv_pool, table.shape[1]),
+        )
+        self._config = launch_of_runner(runner).config
+        return self._prompts.runner(runner)
+
+    def _completed(self, build: Build) -> Build:
+        pool = cast(Any, build.pool)
+        hosted = make_frames(self._config, pool, build, self._prompts, self._max_context)
+        return replace(build, fetched=hosted)
+
+    # Planning, once a batch. Decode batches do not reach the inner backend.
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """See `SparseAttentionBackend`."""
+        self.decode.allocate_for_graphs(max_bs)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """See `SparseAttentionBackend`."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            super().init_forward_metadata(forward_batch)
+            return
+        self._inner.variant = self.decode.choose(forward_batch)
+        self.decode.plan_batch(forward_batch, graph=False)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """See `SparseAttentionBackend`."""
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            raise RuntimeError("prefill is captured whole; check_resolved should have refused it")
+        self._inner.variant = "sparse" if in_capture else self.decode.choose(forward_batch)
+        self.decode.plan_batch(forward_batch, graph=True)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """See `SparseAttentionBackend`; there is nothing to do."""
+
+    # Running, once a layer.
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        self.extend.begin_layer(layer.layer_id)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _write(
+        self,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        save_kv_cache: bool,
+    ) -> None:
+        # SGLang's models write by themselves only within RoPE, and those were refused.
+        assert save_kv_cache
+        assert k is not None
+        assert v is not None
+        self.decode.hosted.store(layer.layer_id, k, v, forward_batch.out_cache_loc)
+
+    # Reports.
+
+    def facts(self) -> Facts:
+        """The facts of this server: its state has the frames and copies."""
+        facts = super().facts()
+        return replace(facts, state_bytes=facts.state_bytes + self.decode.hosted.nbytes())
+
+    def describe(self) -> dict[str, Any]:
+        """See `SparseAttentionBackend`; with sizes and counts of the frames."""
+        return super().describe() | {"frames": self.decode.hosted.describe()}

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hook that sizes a KV pool in host memory: SGLang's allocator counts slots on the host.
+
+Seams (SGLang 0.5.17, ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator``):
+``_resolve_memory_pool_config``, ``_profile_available_bytes``, ``_apply_token_constraints``,
+``resolve_max_num_reqs``; ``model_executor/pool_configurator.py: MemoryPoolConfig``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_sparse.checks import refuse
+from sglang_sparse.launch import placed_launch_of
+from sglang_sparse.pools import plane_spec
+
+_INT32_BYTES = 4
+
+
+def host_cell_bytes(configurator: Any) -> int:
+    """Host bytes of a token's keys and values in all layers of this rank."""
+    model, dtype = configurator.model_config, configurator.kv_cache_dtype
+    heads = model.get_num_kv_heads(1)
+    layers = configurator.layer_info.num_effective_layers
+    return int(2 * heads * model.head_dim * dtype.itemsize * layers)
+
+
+def resolve_pool_config(
+    original: Callable[..., Any], configurator: Any, pre_model_load_memory: int
+) -> Any:
+    """AROUND hook on ``KVCacheConfigurator._resolve_memory_pool_config``: tokens of the host.
+
+    The device has ``device_bytes``, and for each token its planes and where its blocks lie.
+
+    Raises:
+        ConfigError: the memory of the host or of the device holds no page.
+    """
+    launch = placed_launch_of(configurator.server_args)
+    if launch is None or configurator.is_draft_worker:
+        return original(configurator, pre_model_load_memory)
+    from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+
+    from sglang_sparse_radix.pool import extra_cell_bytes
+
+    device_bytes, host_bytes = launch.config.placement.room
+    page, layers = configurator.page_size, configurator.layer_info.num_effective_layers
+    _check_host(host_bytes)
+    blocks = layers * configurator.model_config.get_num_kv_heads(1)
+    # One page more is SGLang's padding.
+    on_host = host_bytes // (host_cell_bytes(configurator) * page) - 1
+    if on_host < 1:
+        raise refuse(
+            "--sparse-config",
+            f"placement.host_bytes={host_bytes}",
+            f"at least {2 * host_cell_bytes(configurator) * page}",
+            "raise it: it holds no page beside SGLang's padding",
+        )
+    free = configurator._profile_available_bytes(pre_model_load_memory) - device_bytes
+    of_a_page = extra_cell_bytes(plane_spec(launch), configurator, layers) * page
+    on_device = free // (of_a_page + _INT32_BYTES * blocks)
+    if on_device < 1:
+        raise refuse(
+            "--sparse-config",
+            f"placement.device_bytes={device_bytes}",
+            f"below {free + device_bytes}, which are free",
+            "lower it, or raise --mem-fraction-static",
+        )
+    tokens = configurator._apply_token_constraints(min(on_host, on_device) * page) // page * page
+    return MemoryPoolConfig(
+        max_total_num_tokens=tokens,
+        max_running_requests=configurator.resolve_max_num_reqs(tokens),
+        mem_fraction_static=configurator.server_args.mem_fraction_static,
+    )
+
+
+def _check_host(host_bytes: int) -> None:
+    """Refuse more host memory than is free."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    if host_bytes > free:
+        raise refuse(
+            "--sparse-config",
+            f"placement.host_bytes={host_bytes}",
+            f"up to {free}, the free memory of this host",
+            "lower it, or free memory",
+        )

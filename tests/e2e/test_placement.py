@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV in host memory over HTTP, beside a server that has all of it on the device."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from live_server import LiveServer, logprobs, token_ids
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
+
+Server = Callable[[str], LiveServer]
+RESIDENT, HOSTED = "placed-on-device", "placed-on-host"
+PAGE, TOKENS = 16, 20
+
+
+def alone(prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts in chunks, behind prefixes, with and without a full last page, around evictions."""
+    one, two, three = (prompts[i] for i in (2, 7, 12))
+    return [
+        one[:603],
+        one[:603],
+        one[:603] + two[:30],
+        two[:700],
+        three[: PAGE * 40],
+        one[:300] + three[:233],
+        one[:603],
+    ]
+
+
+def test_answers_are_those_of_kv_on_the_device_to_the_bit(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    answers = {}
+    for name in (RESIDENT, HOSTED):
+        live = server(name)
+        live.flush()
+        answers[name] = [
+            live.generate([prompt], TOKENS, ignore_eos=True)[0] for prompt in alone(prompts)
+        ]
+    resident, hosted = answers[RESIDENT], answers[HOSTED]
+    assert token_ids(hosted) == token_ids(resident)
+    assert logprobs(hosted) == logprobs(resident)
+    found = [
+        [answer["meta_info"]["cached_tokens"] for answer in those] for those in (resident, hosted)
+    ]
+    assert found[0] == found[1]
+    assert sum(count > 0 for count in found[0]) >= 3
+    state = server(HOSTED).sparse_state()
+    assert state["plane_check"]["wrong"] == 0
+    assert state["plane_check"]["pages"] > 0
+    blocks = state["frames"]["host_bytes"] // state["frames"]["frame_bytes"]
+    assert state["frames"]["frames"] < 0.8 * blocks
+    assert state["frames"]["hits"] > state["frames"]["loads"] > 0
+    assert state["frames"]["unserved"] == 0
+
+
+def test_requests_at_once_that_are_retracted_answer_alike(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    # Together they outgrow the pool, so one is retracted and computed anew.
+    batch = [prompts[i][:230] for i in (2, 7, 12)]
+    answers = {}
+    for name in (RESIDENT, HOSTED):
+        live = server(name)
+        live.flush()
+        before = retracted(live)
+        answers[name] = live.generate(batch, 125, ignore_eos=True)
+        assert retracted(live) > before
+    assert token_ids(answers[HOSTED]) == token_ids(answers[RESIDENT])
+    change = zip(logprobs(answers[HOSTED]), logprobs(answers[RESIDENT]), strict=True)
+    assert max(abs(a - b) for a, b in change) <= 1e-4
+
+
+def retracted(live: LiveServer) -> int:
+    """Requests that were retracted so far, by the server's log."""
+    return live.log.read_text().count("KV cache pool is full. Retract")
+
+
+def test_short_requests_attend_to_everything(server: Server, prompts: list[list[int]]) -> None:
+    # Short rows take the operators here, and SGLang's dense backend on the device.
+    short = [prompts[0][:n] for n in (5, 17, 63)]
+    answers = [server(name).generate(short, 30, ignore_eos=True) for name in (RESIDENT, HOSTED)]
+    assert token_ids(answers[0]) == token_ids(answers[1])
+    change = zip(logprobs(answers[0]), logprobs(answers[1]), strict=True)
+    assert max(abs(a - b) for a, b in change) <= 1e-3
+
+
+def test_aborted_requests_leave_memory_and_planes_right(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server(HOSTED)
+    for index, after in ((4, 0.1), (9, 1.0)):  # in its prompt, and while it decodes
+        sampling = {"max_new_tokens": 400, "ignore_eos": True}
+        body = {"rid": f"aborted-{index}", "sampling_params": sampling}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(live.call, "/generate", body | {"input_ids": prompts[index][:600]})
+            time.sleep(after)
+            live.call("/abort_request", {"rid": body["rid"]})
+            ended = asked.result()["meta_info"]
+        assert ended["finish_reason"]["type"] == "abort"
+    assert live.sparse_state()["plane_check"]["wrong"] == 0
+    # SGLang checks its memory where it is idle, and ends the server if a page was lost.
+    live.flush()
+    assert live.is_alive()
+
+
+def test_metrics_count_what_is_found_and_loaded(server: Server, prompts: list[list[int]]) -> None:
+    live = server(HOSTED)
+    before = live.metrics()
+    live.generate([prompts[1][:700]], TOKENS, ignore_eos=True)
+    state, after = live.sparse_state()["frames"], live.metrics()
+    assert after["frame_hits_total", ""] == state["hits"] > before["frame_hits_total", ""]
+    assert after["frame_loads_total", ""] == state["loads"] > before["frame_loads_total", ""]
+    assert after["frame_loaded_bytes_total", ""] == state["loads"] * state["frame_bytes"]
+
+
+def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]) -> None:
+    live = server(HOSTED)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        live.generate([prompts[0][:50]], 1, custom_params={"sparse": {"mode": "dense"}})
+    assert refused.value.code == 400
+    assert "lie in host memory" in refused.value.read().decode()

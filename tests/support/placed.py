@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers with the same selections, KV on the device and on the host; starts that are refused."""
+
+from __future__ import annotations
+
+import json
+
+QUEST = ["--attention-backend", "sparse", "--sparse-method", "page_minmax"]
+PAGES_OF_16 = {
+    "layers": {"kind": "every"},
+    "budget": {"kind": "tokens", "tokens": 128, "max_tokens": 128},
+    "min_sparse_tokens": 33,
+    "page_size": 16,
+}
+# Few frames: two thirds of the blocks that the host has.
+ON_HOST = {"kind": "host", "device_bytes": 14_300_000, "host_bytes": 64 << 20}
+PLACEMENTS: dict[str, dict[str, object]] = {"device": {}, "host": {"placement": ON_HOST}}
+
+# A pool that three requests overfill; one prompt at a time, as where KV is on the host.
+PLACED_SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    f"placed-on-{where}": (
+        [
+            *(*QUEST, "--sparse-config", json.dumps(PAGES_OF_16 | placement)),
+            *("--chunked-prefill-size", "256", "--max-total-tokens", "1024"),
+            *("--max-running-requests", "3", "--prefill-max-requests", "1"),
+            *("--schedule-conservativeness", "0.01", "--context-length", "1024"),
+            *("--enable-metrics", "--enable-cache-report"),
+        ],
+        {"SGLANG_SPARSE_VERIFY": "1"},
+    )
+    for where, placement in PLACEMENTS.items()
+}
+
+# Arguments, and words of the line that ends the start.
+PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
+    "dense layers with KV in host memory": (
+        [*QUEST, "--sparse-config", json.dumps({"placement": ON_HOST})],
+        ["--sparse-config", "layer 0 attends to every token", "layers.kind every"],
+    ),
+    "ranks with KV in host memory": (
+        [*QUEST, "--sparse-config", json.dumps(PAGES_OF_16 | PLACEMENTS["host"]), "--tp-size", "2"],
+        ["not tested"],
+    ),
+}

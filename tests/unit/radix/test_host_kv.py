@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV in host memory beside resident KV: the same requests, the same bits, step by step."""
+
+from __future__ import annotations
+
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from host_kv_harness import CONTEXT, Twins, make_config
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+
+class Schedules(RuleBasedStateMachine):
+    """Prompts in chunks, steps, shared prefixes, ends, aborts and evictions, in any order."""
+
+    twins: Twins | None = None
+
+    @initialize(
+        page=st.sampled_from((16, 32)), every=st.sampled_from((1, 3)), seed=st.integers(0, 99)
+    )
+    def start(self, page: int, every: int, seed: int) -> None:
+        """Few frames, few pages."""
+        config = make_config(page, cadence={"kind": "steps", "every": every})
+        self.twins = Twins(config, pages=3 * CONTEXT // page + 2, seed=seed)
+
+    @precondition(lambda self: self.twins is not None and self.twins.can_begin())
+    @rule(tokens=st.integers(1, CONTEXT), chunk=st.integers(1, 4), which=st.integers(0, 9))
+    def begin(self, tokens: int, chunk: int, which: int) -> None:
+        """A request, cold or behind a prefix."""
+        prefixes = self.twins.prefixes
+        prefix = prefixes[which % len(prefixes)] if prefixes and which % 3 else None
+        if prefix is not None and (len(prefix.pages) + 1) * self.twins.page >= CONTEXT:
+            prefix = None
+        self.twins.begin(tokens, chunk, prefix)
+
+    @precondition(lambda self: self.twins is not None and self.twins.running)
+    @rule(steps=st.integers(1, 20), padding=st.sampled_from((0, 0, 2)), graph=st.booleans())
+    def decode(self, steps: int, padding: int, graph: bool) -> None:
+        """Some tokens of every request."""
+        for _ in range(steps):
+            self.twins.step(padding, graph=graph)
+
+    @precondition(lambda self: self.twins is not None and self.twins.running)
+    @rule(which=st.integers(0, 9), keep=st.booleans())
+    def end(self, which: int, keep: bool) -> None:
+        """A request ends, or is aborted or retracted."""
+        running = self.twins.running
+        self.twins.end(running[which % len(running)], keep=keep)
+
+    @precondition(lambda self: self.twins is not None and self.twins.prefixes)
+    @rule(which=st.integers(0, 9))
+    def evict(self, which: int) -> None:
+        """Pages of a prefix change hands."""
+        prefixes = self.twins.prefixes
+        self.twins.evict(prefixes[which % len(prefixes)])
+
+    @invariant()
+    def holds(self) -> None:
+        """Host, planes and frames are right."""
+        if self.twins is not None:
+            self.twins.check()
+
+
+def test_any_schedule_has_the_bits_of_resident_kv() -> None:
+    run_state_machine_as_test(
+        Schedules,
+        settings=settings(
+            max_examples=20,
+            stateful_step_count=20,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize(("page", "steps"), [(16, 1000), (64, 200)])
+def test_many_steps_have_the_bits_of_resident_kv(page: int, steps: int) -> None:
+    rng, twins = Random(page), Twins(make_config(page), pages=6 * CONTEXT // page, seed=page)
+    for number in range(steps):
+        while twins.can_begin() and rng.random() < 0.5:
+            prefix = rng.choice([None, *twins.prefixes])
+            if prefix is not None and (len(prefix.pages) + 1) * page >= CONTEXT:
+                prefix = None
+            twins.begin(rng.randrange(1, CONTEXT), rng.randrange(1, 4), prefix)
+        twins.step(number % 2, graph=number % 3 > 0)
+        for request in [one for one in twins.running if one.length == CONTEXT]:
+            twins.end(request, keep=rng.random() < 0.5)
+        if twins.prefixes and not twins.can_begin():
+            twins.evict(rng.choice(twins.prefixes))
+        if number % 100 == 0:
+            twins.check()
+    counts = twins.frames.counts(wait=True)
+    assert counts["hits"] > counts["loads"] > 0
+    assert counts["unserved"] == 0
+    assert counts["loaded_bytes"] == counts["loads"] * twins.frames.block_bytes

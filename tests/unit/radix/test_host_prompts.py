@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of one layer at a time: where requests lie, what is read and written, sizes, refusals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from host_kv_harness import (
+    CONTEXT,
+    DEVICE,
+    DIM,
+    HEADS,
+    LAYERS,
+    Twins,
+    least_device_bytes,
+    make_config,
+)
+
+from sglang_sparse.backend.host_frames import tail_pages
+from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
+
+PAGE = 16
+
+
+def test_requests_lie_one_behind_the_other_from_page_1_on():
+    table = torch.arange(20, dtype=torch.int32).view(2, 10)
+    one, two = lay_out(table, [32, 5], [20, 11], PAGE)
+    assert (one.base, one.first, two.base, two.first) == (1, 2, 5, 0)
+    assert one.read.tolist() == [0, 1]
+    assert one.written.tolist() == [2, 3]
+    assert one.open_page.tolist() == [3]
+    # Its first page holds tokens of the prefix too, and is read before it is written.
+    assert two.read.tolist() == two.written.tolist() == [10]
+    assert two.open_page.tolist() == []
+
+
+def test_a_batch_of_two_requests_reads_prefixes_and_writes_what_follows():
+    twins = Twins(make_config(PAGE))
+    prompts, pool = twins.frames.prompts, twins.hosted.pool
+    numbers = torch.Generator().manual_seed(1)
+    pool.host.copy_(torch.randn(pool.host.shape, generator=numbers))
+    before = pool.host.clone()
+    table = torch.tensor([[7, 3, 9, 0], [4, 8, 0, 0]], dtype=torch.int32, device=DEVICE)
+    batch = SimpleNamespace(
+        extend_prefix_lens_cpu=[32, 16],
+        extend_seq_lens_cpu=[10, 3],
+        req_pool_indices=torch.tensor([2, 1], device=DEVICE),
+    )
+    prompts.plan(batch, table)
+    inner = twins.seen.token_to_kv_pool
+    for layer in range(LAYERS):
+        prompts.begin_layer(layer)
+        # Three rows pad a graph.
+        k, v = (
+            torch.randn((16, HEADS, DIM), generator=numbers).bfloat16().to(DEVICE) for _ in "kv"
+        )
+        inner.set_kv_buffer(SimpleNamespace(layer_id=layer), None, k, v)
+        for row, fresh in zip(inner.get_kv_buffer(layer), (k, v), strict=True):
+            part = 0 if fresh is k else 1
+            for slot, pages, prefix, new in (
+                (2, [7, 3], 32, fresh[:10]),
+                (1, [4], 16, fresh[10:13]),
+            ):
+                found = row[prompts.table[slot, : prefix + len(new)].long()]
+                held = before[layer, pages, :, part].transpose(1, 2).flatten(0, 1).to(DEVICE)
+                assert torch.equal(found, torch.cat((held, new)))
+        prompts.end_layer(layer)
+        for page, fresh in ((9, slice(10)), (8, slice(10, 13))):
+            count = len(k[fresh])
+            for part, rows in ((0, k), (1, v)):
+                written = pool.host[layer, page, :, part].transpose(0, 1)[:count]
+                assert torch.equal(written.to(DEVICE), rows[fresh])
+    others = [page for page in range(pool.num_pages) if page not in (8, 9)]
+    assert torch.equal(pool.host[:, others], before[:, others])
+    assert (
+        pool.verify_planes(
+            torch.tensor([9, 8], device=DEVICE), torch.tensor([10, 3], device=DEVICE)
+        )
+        == []
+    )
+
+
+def test_a_batch_that_is_longer_than_a_copy_is_an_error():
+    twins = Twins(make_config(PAGE))
+    pages = torch.zeros((2, CONTEXT // PAGE), dtype=torch.int32, device=DEVICE)
+    batch = SimpleNamespace(
+        extend_prefix_lens_cpu=[0, 0], extend_seq_lens_cpu=[CONTEXT, PAGE],
+        req_pool_indices=torch.tensor([1, 2], device=DEVICE),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="a prefill of 11 pages exceeds the 10 of a copy"):
+        twins.frames.prompts.plan(batch, pages)
+
+
+def test_keys_with_scales_and_readers_of_rows_are_refused():
+    twins = Twins(make_config(PAGE))
+    k = torch.zeros((1, HEADS, DIM), device=DEVICE)
+    with pytest.raises(RuntimeError, match="have no scales"):
+        twins.seen.token_to_kv_pool.set_kv_buffer(SimpleNamespace(layer_id=0), None, k, k, 2.0, 2.0)
+    for name in ("get_key_buffer", "get_kv_buffer", "set_kv_buffer", "update_planes"):
+        with pytest.raises(RuntimeError, match="lie in blocks in host memory"):
+            getattr(twins.hosted.pool, name)(0)
+
+
+def test_device_bytes_are_what_is_taken():
+    twins = Twins(make_config(PAGE))
+    frames, pool = twins.frames, twins.hosted.pool
+    given = frames.frames.demand.blocks
+    assert frames.frames.cached == given
+    rows = frames.frames.k.nbytes + frames.frames.v.nbytes + frames._keys.nbytes
+    buffers = sum(part.nbytes for pair in frames.prompts._buffers for part in pair)
+    assert buffers == buffer_bytes(pool, CONTEXT // PAGE)
+    least = least_device_bytes(twins.config, pool, twins.hosted.build)
+    assert least == rows + buffers + 12 * given
+
+
+@pytest.mark.parametrize(
+    ("least", "every", "pages"), [(1, 1, 1), (2, 2, 2), (17, 1, 2), (41, 1, 4), (1, 40, 4)]
+)
+def test_a_tail_is_a_short_request_or_what_was_decoded_since(least, every, pages):
+    config = make_config(PAGE, min_sparse_tokens=least, cadence={"kind": "steps", "every": every})
+    assert tail_pages(config) == pages

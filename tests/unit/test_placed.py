@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where KV lies in host memory: keys, flags and versions that are refused by name."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from sglang_sparse import compat
+from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
+from sglang_sparse.placed import check_placed
+from sglang_sparse.request_options import parse
+
+SHAPE = Geometry(
+    name="four layers", num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4,
+    head_dim=64,
+)  # fmt: skip
+HOST = {"kind": "host", "device_bytes": 1 << 30, "host_bytes": 4 << 30}
+CONFIG: dict[str, Any] = {"layers": {"kind": "every"}, "placement": HOST}
+
+
+def resolve(**changes: Any) -> Any:
+    return resolve_with_source("page_minmax", json.dumps(CONFIG | changes), SHAPE)
+
+
+def test_kv_lies_on_the_device_unless_asked_otherwise():
+    plain = resolve_with_source("page_minmax", json.dumps({"layers": {"kind": "every"}}), SHAPE)
+    device = resolve(placement={"kind": "device"})
+    assert not plain.config.placement.on_host
+    assert plain.config.placement.room == (0, 0)
+    assert device.config == plain.config
+    assert device.hash == plain.hash != resolve().hash
+    assert resolve().config.placement.room == (1 << 30, 4 << 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"placement": {"kind": "host", "device_bytes": 1}}, "host_bytes"),
+        ({"placement": HOST | {"device_bytes": 0}}, "device_bytes"),
+        ({"placement": {"kind": "disk"}}, "placement"),
+        ({"layers": {"kind": "first_dense", "n": 1}}, "layer 0 attends to every token"),
+        ({"score": {"kind": "key_sketch"}}, "selects single tokens"),
+        (
+            {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 1024, "microbatch": 64}},
+            "what budget.kind mass attends to",
+        ),
+        (
+            {"heads": {"kind": "streaming", "sink": 64, "local": 128, "streaming": [[0]] * 4}},
+            "has windows",
+        ),
+        (
+            {
+                "heads": {
+                    "kind": "streaming", "sink": 64, "local": 128, "streaming": [[0], [1]] * 2
+                },
+                "retention": {"kind": "streaming_window"},
+                "min_sparse_tokens": 64,
+            },
+            "retention.kind streaming_window holds less",
+        ),
+        (
+            {"prefill": {"kind": "block_bounds", "fraction": 0.5, "min_tokens": 256}},
+            "prefill.kind block_bounds does not go with placement.kind host",
+        ),
+    ],
+)  # fmt: skip
+def test_configs_that_frames_cannot_serve_are_refused(changes, message):
+    resolve()
+    with pytest.raises(ConfigError, match=message):
+        resolve(**changes)
+
+
+def test_a_request_for_dense_is_refused_and_a_budget_is_not():
+    config = resolve().config
+    assert parse({"sparse": {"budget": 512}}, config).budget is not None
+    with pytest.raises(ConfigError, match=r"custom_params\.sparse\.mode dense: .*host memory"):
+        parse({"sparse": {"mode": "dense"}}, config)
+
+
+DEFAULTS = {"tp_size": 1, "kv_cache_dtype": "auto", "prefill_max_requests": None}
+
+
+def flags(**changes: Any) -> Namespace:
+    return Namespace(**(DEFAULTS | changes))
+
+
+@pytest.fixture
+def tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version that it was tested on, whatever is installed."""
+    monkeypatch.setattr(compat, "version", lambda name: "0.5.17")
+    compat.current.cache_clear()
+    yield
+    compat.current.cache_clear()
+
+
+@pytest.mark.parametrize("number", ["0.5.23", "0.5.20"])
+def test_other_versions_are_refused_by_name(monkeypatch, number):
+    monkeypatch.setattr(compat, "version", lambda name: number)
+    compat.current.cache_clear()
+    try:
+        check_placed(flags(), resolve(placement={"kind": "device"}))
+        with pytest.raises(ConfigError, match=f"not tested on sglang {number}; allowed: sglang 0"):
+            check_placed(flags(), resolve())
+    finally:
+        compat.current.cache_clear()
+
+
+@pytest.mark.usefixtures("tested")
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tp_size", 2),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("speculative_algorithm", "NGRAM"),
+        ("enable_hierarchical_cache", True),
+        ("enable_memory_saver", True),
+        ("prefill_max_requests", 2),
+    ],
+)
+def test_flags_that_frames_do_not_follow_are_refused_by_name(field, value):
+    with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+        check_placed(flags(**{field: value}), resolve())
+
+
+@pytest.mark.usefixtures("tested")
+def test_prompts_run_one_at_a_time_and_without_the_probe(monkeypatch):
+    args = flags()
+    check_placed(args, resolve(placement={"kind": "device"}))
+    assert args.prefill_max_requests is None
+    check_placed(args, resolve())
+    assert args.prefill_max_requests == 1
+    monkeypatch.setenv("SGLANG_SPARSE_PROBE", "1")
+    with pytest.raises(ConfigError, match="SGLANG_SPARSE_PROBE 1"):
+        check_placed(args, resolve())
