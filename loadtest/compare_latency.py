@@ -36,6 +36,16 @@ CONFIGURATIONS = {
     "dense": ["--attention-backend", "flashinfer"],
     **{method: [*SPARSE, "--sparse-method", method] for method in METHODS},
 }
+# The same selections with KV on the device and in host memory; measured only if they are named.
+PAGES = {"layers": {"kind": "every"}, "page_size": 16, "min_sparse_tokens": 2048}
+ON_HOST = {"kind": "host", "device_bytes": 16 << 30, "host_bytes": 96 << 30}
+PLACEMENTS = {
+    f"page_minmax_{where}": [
+        *("--attention-backend", "sparse", "--sparse-method", "page_minmax"),
+        *("--sparse-config", json.dumps(PAGES | placement)),
+    ]
+    for where, placement in {"on_device": {}, "on_host": {"placement": ON_HOST}}.items()
+}
 START_SECONDS = 400
 
 
@@ -103,7 +113,7 @@ def run(label: str, args: argparse.Namespace) -> None:
     cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
     separate = [int(cell.split("x")[1]) for cell in args.separate]
     batch = max(*args.batches, *separate, *(size for _, size in cells))
-    attention = [*CONFIGURATIONS[label], *shlex.split(args.flags)]
+    attention = [*(CONFIGURATIONS | PLACEMENTS)[label], *shlex.split(args.flags)]
     command = server_command(args.model, args.port, batch, attention)
     with running_server(command, args.port, args.logs / f"{label}.log") as url:
         measure_server(url, label, args, out)
@@ -125,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", type=Path, default=HERE / "models" / "llama-3.1-8b")
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS),
-                        choices=CONFIGURATIONS)  # fmt: skip
+                        choices=[*CONFIGURATIONS, *PLACEMENTS])  # fmt: skip
     parser.add_argument("--port", type=int, default=31000)
     parser.add_argument("--out", type=Path, required=True, help="folder of the reports")
     parser.add_argument(

@@ -96,6 +96,13 @@ def measure(
     }
 
 
+def frames_of(base_url: str) -> dict[str, int]:
+    """What decode steps found in frames and loaded so far; empty where KV lies on the device."""
+    state = (call(base_url, "/server_info").get("internal_states") or [{}])[0]
+    frames = (state.get("sparse") or {}).get("frames") or {}
+    return {name: frames[name] for name in ("hits", "loads", "loaded_bytes") if name in frames}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that every measuring script has."""
     parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 32000, 120000])
@@ -123,9 +130,13 @@ def measure_server(base_url: str, label: str, args: argparse.Namespace, out: Pat
         "cells": [],
     }
     for context, batch, shared in cells:
+        before = frames_of(base_url)
         cell = measure(
             base_url, context, batch, shared=shared, vocab=args.vocab, repeats=args.repeats
         )
+        if before:
+            after = frames_of(base_url)
+            cell["frames"] = {name: after[name] - before[name] for name in after}
         report["cells"].append(cell)
         print(json.dumps(cell), flush=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
