@@ -56,10 +56,15 @@ class FrameSizes:
     pinned_pages: int
 
 
-def tail_pages(config: SparseConfig) -> int:
-    """The most pages of a row's tail: tokens since the last selection, or a short row's all."""
-    tokens = max(config.cadence.every, config.min_sparse_tokens - 1)
-    return (tokens + config.page_size - 2) // config.page_size + 1
+def pages_of_row(config: SparseConfig, list_units: int) -> tuple[int, int]:
+    """(the most pages of a row's tail, the most that it reads).
+
+    A row reads a list and the tokens since the last selection, or, if it is short, all its tokens.
+    """
+    page = config.page_size
+    since = (config.cadence.every + page - 2) // page + 1
+    short = -(-(config.min_sparse_tokens - 1) // page)
+    return max(since, short), max(list_units + since, short)
 
 
 def frame_sizes(
@@ -78,9 +83,9 @@ def frame_sizes(
         ConfigError: it is too little for the most that one step touches.
     """
     layers, heads, page = pool.layer_num, pool.head_num, pool.page_size
-    units, tail = limits.capacity_units, tail_pages(config)
-    columns = -(-max_context // page)
-    row_pages = min(units + tail, columns)
+    units, columns = limits.capacity_units, -(-max_context // page)
+    tail, row_pages = pages_of_row(config, units)
+    row_pages = min(row_pages, columns)
     demand = FrameDemand(layers, request_slots, heads, row_pages)
     block = 2 * page * pool.head_dim * pool.dtype.itemsize
     # Keys of pages that are being written lie in rows once more, for their planes.
@@ -125,6 +130,7 @@ class HostFrames:
         self._found = FoundFrames.allocate(
             frames, max_rows=build.limits.rows_a_pass, max_pages=sizes.columns,
             list_units=sizes.list_units, tail_pages=sizes.tail_pages,
+            row_pages=sizes.demand.row_pages,
         )  # fmt: skip
         self._workspace = build.attention
         self._sums = DeviceSums(COUNTERS, frames.counters)

@@ -233,8 +233,9 @@ class FoundFrames:
 
     @classmethod
     def allocate(
-        cls, pool: FramePool, *, max_rows: int, max_pages: int, list_units: int, tail_pages: int
-    ) -> FoundFrames:
+        cls, pool: FramePool, *, max_rows: int, max_pages: int, list_units: int, tail_pages: int,
+        row_pages: int | None = None,
+    ) -> FoundFrames:  # fmt: skip
         """For batches of up to ``max_rows`` rows of ``max_pages`` pages.
 
         Args:
@@ -242,12 +243,14 @@ class FoundFrames:
             max_rows, max_pages: of a batch.
             list_units: units that a list holds.
             tail_pages: the most pages of ``[tail_start, seq_len)`` of a row.
+            row_pages: the most pages that a row reads, where its longest list and its longest tail
+                never come together; None if they may.
 
         Raises:
             ValueError: a batch could touch more than the pool's demand.
         """
         demand, device = pool.demand, pool.k.device
-        row_pages = min(list_units + tail_pages, max_pages)
+        row_pages = min(list_units + tail_pages, max_pages, row_pages or max_pages)
         if max_rows > demand.rows or row_pages > demand.row_pages:
             raise ValueError(f"{max_rows} rows that read {row_pages} pages are more than {demand}")
         rows = max_rows * pool.heads

@@ -7,6 +7,7 @@ from frame_cases import on_device, poison_frames, random_host, same_bytes
 from kernel_cases import DEVICE
 
 from sglang_sparse_kernels.frames import (
+    FoundFrames,
     FrameDemand,
     FramePool,
     fill_pages,
@@ -95,3 +96,14 @@ def test_rows_and_blocks_that_do_not_fit_are_refused():
         write_pages(host[0], on_device([1]), k.half(), k, impl="torch")
     with pytest.raises(ValueError, match="host has shape"):
         write_pages(host, on_device([1]), k, k, impl="torch")
+
+
+def test_lists_and_tails_that_never_come_together_need_fewer_frames():
+    pool = make_pool(torch.bfloat16, 2, 16)  # for 2 pages a row
+    sizes = {"max_rows": 1, "max_pages": 5, "list_units": 2, "tail_pages": 2}
+    with pytest.raises(ValueError, match="1 rows that read 4 pages are more than"):
+        FoundFrames.allocate(pool, **sizes)
+    with pytest.raises(ValueError, match="1 rows that read 3 pages are more than"):
+        FoundFrames.allocate(pool, **sizes, row_pages=3)
+    found = FoundFrames.allocate(pool, **sizes, row_pages=2)
+    assert (found.list_units, found.tail_pages) == (2, 2)

@@ -18,7 +18,7 @@ from host_kv_harness import (
     make_config,
 )
 
-from sglang_sparse.backend.host_frames import tail_pages
+from sglang_sparse.backend.host_frames import pages_of_row
 from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
 
 PAGE = 16
@@ -116,8 +116,10 @@ def test_device_bytes_are_what_is_taken():
 
 
 @pytest.mark.parametrize(
-    ("least", "every", "pages"), [(1, 1, 1), (2, 2, 2), (17, 1, 2), (41, 1, 4), (1, 40, 4)]
+    ("least", "every", "pages"),
+    # Tails of every alignment: 2 tokens may lie in 2 pages, a short request begins with a page.
+    [(1, 1, (1, 6)), (2, 2, (2, 7)), (17, 1, (1, 6)), (18, 1, (2, 6)), (161, 18, (10, 10))],
 )
-def test_a_tail_is_a_short_request_or_what_was_decoded_since(least, every, pages):
+def test_a_row_reads_a_list_and_what_follows_or_all_of_a_short_request(least, every, pages):
     config = make_config(PAGE, min_sparse_tokens=least, cadence={"kind": "steps", "every": every})
-    assert tail_pages(config) == pages
+    assert pages_of_row(config, 5) == pages
