@@ -200,10 +200,14 @@ class DecodeSteps:
         self._plan(TokenTable(self._req_to_token, slots, slots), len(q) // rows)
         if self._counters is not None:
             self._counters.count(self.plan, self._requests.budgets)
-        for program in {program.kind: program for program in self._programs.values()}.values():
+        for program in self._to_rehearse():
             self.run(program, q, softmax, KVScales())
         self.update_planes()
         self.plan, self.queries = kept
+
+    def _to_rehearse(self) -> list[LayerProgram]:
+        """A layer of each kind."""
+        return list({program.kind: program for program in self._programs.values()}.values())
 
     def nbytes(self) -> int:
         """Device bytes of the plans' page tables."""

@@ -68,9 +68,12 @@ class ExtendSteps:
             out=table,
             impl=self._build.impl,
         )
-        ends = torch.zeros(1, dtype=torch.int32, device=device)
-        self._build.pool.update_planes(table, ends, ends, max_new_tokens=tokens)
+        self._rehearse_pool(table, tokens)
         self.warm_up()
+
+    def _rehearse_pool(self, table: torch.Tensor, tokens: int) -> None:
+        ends = torch.zeros(1, dtype=torch.int32, device=table.device)
+        self._build.pool.update_planes(table, ends, ends, max_new_tokens=tokens)
 
     def plan_batch(self, forward_batch: ForwardBatch) -> None:
         """Note which positions the batch writes, start the decode clocks, and plan tiles."""

@@ -220,6 +220,24 @@ class HostFrames:
             pin_pages(self.frames, page, slots[row : row + len(page)])
             fill_pages(self.frames, self._pool.host, page, impl=self._impl)
 
+    # Compiled before the first batch, see `ahead.compile_kernels`.
+
+    def rehearse(self, rows: int) -> None:
+        """Launch what writes the tokens of a step of so many rows, into the padding page."""
+        k = torch.zeros(
+            (rows, self._pool.head_num, self._pool.head_dim), dtype=self._pool.dtype,
+            device=self.frames.k.device,
+        )  # fmt: skip
+        slots = torch.zeros(rows, dtype=torch.int64, device=k.device)
+        for layer in range(self._pool.start_layer, min(2, self._pool.end_layer)):
+            self.store(layer, k, k, slots)
+
+    def rehearse_fill(self) -> None:
+        """Launch what fills open pages, for lists of pages of either alignment."""
+        none = torch.full((2,), -1, dtype=torch.int32, device=self.frames.k.device)
+        for pages in (none[:1], none[1:]):
+            fill_pages(self.frames, self._pool.host, pages, impl=self._impl)
+
     # Reports.
 
     @property

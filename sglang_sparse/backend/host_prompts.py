@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from sglang_sparse_radix.host_kv import HostKVPool
 
 _BUFFERS = 2
+# Triton compiles a kernel anew for another kind of stride; a table of one row has no use for it.
+_ROW_STRIDE = 16
 
 
 @dataclass(frozen=True)
@@ -199,8 +201,23 @@ class HostPrompts:
             )
             start = torch.zeros(1, dtype=torch.int32, device=self._device)
             tokens = span.end - span.first * page
-            planes.update(first.int()[None], start, start + tokens, max_new_tokens=tokens)
+            table = first.int().as_strided((1, count), (_ROW_STRIDE, 1))
+            planes.update(table, start, start + tokens, max_new_tokens=tokens)
         planes.copy(layer, self._places, self._written)
+
+    def rehearse(self, tokens: int) -> None:
+        """Launch what a prompt needs beside attention; see `ahead.compile_kernels`.
+
+        Args:
+            tokens: of the longest chunk.
+        """
+        k, v = self._buffers[0]
+        pages = torch.zeros(2, dtype=torch.int32, device=self._device)
+        for some in (pages[:1], pages[1:]):  # of either alignment
+            for copy in (read_pages, write_pages):
+                copy(self._host(self._pool.start_layer), some, k, v, impl=self._pool.impl)
+        table, ends = pages[:1].as_strided((1, 1), (_ROW_STRIDE, 1)), pages[:1]
+        self._planes[0].update(table, ends, ends, max_new_tokens=tokens)
 
     def _host(self, layer: int) -> torch.Tensor:
         return self._pool.host[layer - self._pool.start_layer]

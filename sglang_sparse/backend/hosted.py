@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_sparse.choices.build import Build
+    from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.graph_variants import Variant
+    from sglang_sparse_kernels.records import Softmax
 
 
 class HostedDecode(DecodeSteps):
@@ -53,6 +54,15 @@ class HostedDecode(DecodeSteps):
     def update_planes(self) -> None:
         """Bring planes up to date, and send full pages to the host."""
         self.hosted.end(self.plan)
+
+    def rehearse(self, rows: int, q: torch.Tensor, softmax: Softmax) -> None:
+        """See `DecodeSteps`; also what writes a step's tokens."""
+        super().rehearse(rows, q, softmax)
+        self.hosted.rehearse(rows)
+
+    def _to_rehearse(self) -> list[LayerProgram]:
+        # Triton compiles for the alignment of a layer's first block: those of the first two.
+        return [*super()._to_rehearse(), *list(self._programs.values())[:2]]
 
 
 class HostedExtend(ExtendSteps):
@@ -79,6 +89,10 @@ class HostedExtend(ExtendSteps):
         """After a layer ran: its keys, values and planes are written."""
         self.hosted.prompts.end_layer(layer)
         super().end_layer(layer)
+
+    def _rehearse_pool(self, table: torch.Tensor, tokens: int) -> None:
+        self.hosted.prompts.rehearse(tokens)
+        self.hosted.rehearse_fill()
 
     def update_planes(self) -> None:
         """After the last layer, whose planes are up to date as all are: decoding may go on."""

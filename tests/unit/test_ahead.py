@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,58 @@ compile_for_absent_gpu()
 for path in sys.argv[1:]:
     check(path)
 """
+# The same over KV in host memory, with an odd number of pages. It compiles what it rehearsed.
+HOSTED = """
+import json
+import torch
+from types import SimpleNamespace as Fake
+from absent_gpu import compile_for_absent_gpu
+from host_kv_harness import LAYERS, SLOTS, HEADS, GROUP, DIM, Twins, make_config
+import host_kv_harness
+from sglang_sparse.backend.ahead import rehearse
+from sglang_sparse_kernels import KVScales, Softmax
+from sglang_sparse_kernels.ahead import compile_ahead, rehearsal
+
+compile_for_absent_gpu()
+host_kv_harness.IMPL = "triton"
+twins = Twins(make_config(16), pages=13)
+side, frames = twins.hosted, twins.frames
+softmax = Softmax(0.1)
+
+
+def ahead():
+    rehearse(side.decode, side.extend, side.build, softmax, dtype=torch.bfloat16, chunk=512)
+
+
+with rehearsal() as ready:
+    ahead()
+mode = Fake(is_target_verify=lambda: False)
+with rehearsal() as launched:
+    for rows in range(1, SLOTS):
+        slots = torch.arange(rows)
+        batch = {"batch_size": rows, "req_pool_indices": slots, "seq_lens": slots * 0 + 16}
+        side.decode.plan_batch(Fake(**batch, forward_mode=mode), graph=True)
+        q = torch.zeros((rows, HEADS * GROUP, DIM), dtype=torch.bfloat16)
+        for layer, program in side.programs.items():
+            frames.store(layer, q[:, :HEADS], q[:, :HEADS], slots)
+            side.decode.run(program, q, softmax, KVScales())
+            side.decode.end_layer(layer)
+    for start, new in (0, 1), (0, 77), (16, 20), (48, 16):
+        one = torch.tensor([1])
+        side.extend.plan_batch(Fake(
+            req_pool_indices=one, seq_lens=one * (start + new), extend_prefix_lens=one * start,
+            extend_prefix_lens_cpu=[start], extend_seq_lens_cpu=[new],
+        ))
+        for layer in range(LAYERS):
+            side.extend.begin_layer(layer)
+            side.extend.end_layer(layer)
+late = sorted(name for name, key in launched.keys() - ready.keys())
+result = compile_ahead(ahead, processes=1, progress=lambda done, of: None)
+print(json.dumps({
+    "launched": sorted({name for name, key in launched}), "late": late,
+    "failures": list(result.failures), "compiled": result.compiled + result.found,
+}))
+"""
 
 
 METHODS = ("kascade", "page_minmax", "psa", "lserve")
@@ -103,3 +156,19 @@ def test_no_batch_launches_what_was_not_rehearsed() -> None:
         facts = json.loads(line)
         assert facts["launched"] >= 5, method
         assert facts["late"] == [], method
+
+
+@pytest.mark.skipif(version("sglang") != "0.5.17", reason="refused with this version of SGLang")
+def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed() -> None:
+    tests = Path(__file__).parents[1]
+    folders = [str(tests / "support"), str(tests / "unit" / "radix"), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-c", HOSTED], check=False, capture_output=True, text=True,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(folders)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["late"] == []
+    assert facts["failures"] == []
+    names = {name.rpartition(".")[2] for name in facts["launched"]}
+    assert {"copy_blocks_kernel", "flush_pages_kernel", "store_tokens_kernel"} <= names
