@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def picture() -> str:
         figure.axes[1].legend(frameon=False)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return buffer.getvalue()
+    # Hundredths of a point are finer than any screen.
+    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", buffer.getvalue())
 
 
 def _cell(folder: str, label: str, context: int, batch: int, shared: bool) -> dict[str, Any]:

@@ -79,12 +79,7 @@ class DraftExtension(TorchNativeAttnBackend):
         output: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        *args: Any,
+        *rows: Any,
         scaling: float | None = None,
         enable_gqa: bool = False,
         **kwargs: Any,
@@ -94,20 +89,17 @@ class DraftExtension(TorchNativeAttnBackend):
         Args:
             query, output: [tokens, heads, head_dim].
             k_cache, v_cache: [slots, kv_heads, head_dim].
-            req_to_token: int32 [request slots, max context].
-            req_pool_indices: int64 [rows].
-            seq_lens: int64 [rows], tokens of each row, the new ones included.
-            extend_prefix_lens: int32 [rows], tokens before the new ones.
-            extend_seq_lens: int32 [rows], new tokens.
-            args, kwargs: of other kinds of attention, which a draft model lacks.
+            rows: SGLang's table, int32 [request slots, max context]; int64 [rows] request slots,
+                and tokens of each row, the new ones included; int32 [rows] tokens before the new
+                ones, and new ones; the lengths of an encoder, which a draft model lacks.
             scaling: of the logits.
             enable_gqa: whether query heads share KV heads.
+            kwargs: of other kinds of attention, which a draft model lacks.
         """
         done = 0
-        rows = zip(
-            req_pool_indices.tolist(), seq_lens.tolist(), extend_seq_lens.tolist(), strict=True
-        )
-        for row, length, new in rows:
+        req_to_token, request_slots, seq_lens, _, new_tokens = rows[:5]
+        lengths = (of_each.tolist() for of_each in (request_slots, seq_lens, new_tokens))
+        for row, length, new in zip(*lengths, strict=True):
             slots = req_to_token[row, :length]
             position = torch.arange(length)
             found = scaled_dot_product_attention(

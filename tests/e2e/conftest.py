@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 import pytest
 from documents import cut_documents
+from drafting import drafting_servers
 from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
@@ -63,18 +64,6 @@ WHOLE_MASS = {
 }
 BOUNDED = ["--disable-radix-cache"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
-CHAINS = [
-    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
-    *("--speculative-num-draft-tokens", "4"),
-]
-# The model drafts for itself. It sees its own tokens one place off, so some drafts are rejected.
-DRAFT_MODEL = [
-    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(MODEL)),
-    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", "4"),
-]
-# SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
-COMPILER = {"CXX": "c++ -include cstddef"}
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
@@ -185,38 +174,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
-    # Chains of draft tokens; a cadence and a refresh that verification does not wait for.
-    "page_minmax-chains": (
-        [
-            *SPARSE,
-            "page_minmax",
-            *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
-            *CHAINS,
-            *("--enable-metrics", "--disable-cuda-graph"),
-        ],
-        COMPILER | {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
-    ),
-    "sparcas-chains": (
-        [
-            *SPARSE,
-            "sparcas",
-            *("--sparse-config", json.dumps(CHOOSY | KEPT)),
-            *CHAINS,
-            *("--chunked-prefill-size", "1024"),
-            *("--max-total-tokens", "8192"),
-        ],
-        COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
-    ),
-    "sparcas-drafted": (
-        [
-            *SPARSE,
-            "sparcas",
-            *("--sparse-config", json.dumps(CHOOSY | {"page_size": 32})),
-            *DRAFT_MODEL,
-            *("--chunked-prefill-size", "1024"),
-        ],
-        {"SGLANG_SPARSE_VERIFY": "1"},
-    ),
+    **drafting_servers(CHOOSY, KEPT),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
         [

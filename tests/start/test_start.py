@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
+from drafting import DRAFTING_REFUSALS
 from live_server import base_args
 from placed import PLACED_REFUSALS
 from refused_models import MODELS
@@ -21,8 +22,6 @@ SPARSE = ["--attention-backend", "sparse", "--sparse-method", "sparcas"]
 HOST_TIER = [*SPARSE, "--enable-hierarchical-cache"]
 ANCHORS = ["--attention-backend", "sparse", "--sparse-method", "kascade"]
 CASCADE = ["--attention-backend", "sparse", "--sparse-method", "cascade"]
-CHAINS = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
-DRAFT_MODEL = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small"]
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 
 GEOMETRY = {
@@ -142,10 +141,6 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "another page size by SGLang's flag": (
         [*SPARSE, "--page-size", "128"],
         ["--page-size", "128", "64"],
-    ),
-    "draft tokens from a tree of a draft model": (
-        [*SPARSE, *DRAFT_MODEL, "--speculative-eagle-topk", "4"],
-        ["--speculative-eagle-topk", "4", "planes do not follow"],
     ),
     "disaggregation": (
         [*SPARSE, "--disaggregation-mode", "prefill"],
@@ -292,30 +287,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
-    "draft tokens from a tree of n-grams": (
-        [*SPARSE, "--speculative-algorithm", "NGRAM"],
-        ["--speculative-ngram-max-bfs-breadth 10", "allowed: 1", "planes do not follow"],
-    ),
-    "another kind of speculation": (
-        [*SPARSE, "--speculative-algorithm", "DFLASH"],
-        ["--speculative-algorithm", "DFLASH", "NGRAM or STANDALONE or unset"],
-    ),
-    "drafts from the model's own states": (
-        [*SPARSE, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "small"],
-        ["--speculative-algorithm EAGLE", "NGRAM or STANDALONE or unset", "pairs of tokens"],
-    ),
-    "a draft model that nobody names": (
-        [*SPARSE, "--speculative-algorithm", "STANDALONE"],
-        ["--speculative-draft-model-path unset", "vocabulary"],
-    ),
-    "a draft model that attends sparsely": (
-        [*SPARSE, *DRAFT_MODEL, "--speculative-draft-attention-backend", "sparse"],
-        ["--speculative-draft-attention-backend sparse", "draft models attend densely"],
-    ),
-    "draft tokens under a budget that ends by one query": (
-        [*PSA, *CHAINS],
-        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
-    ),
+    **DRAFTING_REFUSALS,
 }
 SNAPSHOTS = [*CASCADE, "--sparse-config", '{"retention": {"snapshots": 2}}']
 REFUSALS |= (

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers with draft tokens, and starts of such servers that are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from live_server import MODEL
+
+SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
+SPARCAS, PSA = [*SPARSE, "sparcas"], [*SPARSE, "psa"]
+CHAIN = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
+CHAINS = [
+    *CHAIN,
+    *("--speculative-num-draft-tokens", "4"),
+]
+# The model drafts for itself. It sees its own tokens one place off, so some drafts are rejected.
+DRAFT_MODEL = [
+    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(MODEL)),
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+]
+# SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
+COMPILER = {"CXX": "c++ -include cstddef"}
+SMALL_MODEL = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small"]
+
+Servers = dict[str, tuple[list[str], dict[str, str]]]
+
+
+def drafting_servers(choosy: dict[str, Any], kept: dict[str, Any]) -> Servers:
+    """Servers with budgets that are ``choosy`` and states that are ``kept``: arguments, environment."""
+    return {
+        # Chains of draft tokens; a cadence and a refresh that verification does not wait for.
+        "page_minmax-chains": (
+            [
+                *SPARSE,
+                "page_minmax",
+                *("--sparse-config", json.dumps(choosy | {"min_sparse_tokens": 512})),
+                *CHAINS,
+                *("--enable-metrics", "--disable-cuda-graph"),
+            ],
+            COMPILER | {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        ),
+        "sparcas-chains": (
+            [
+                *SPARSE,
+                "sparcas",
+                *("--sparse-config", json.dumps(choosy | kept)),
+                *CHAINS,
+                *("--chunked-prefill-size", "1024"),
+                *("--max-total-tokens", "8192"),
+            ],
+            COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
+        ),
+        "sparcas-drafted": (
+            [
+                *SPARSE,
+                "sparcas",
+                *("--sparse-config", json.dumps(choosy | {"page_size": 32})),
+                *DRAFT_MODEL,
+                *("--chunked-prefill-size", "1024"),
+            ],
+            {"SGLANG_SPARSE_VERIFY": "1"},
+        ),
+    }
+
+
+# Arguments, and words of the line that ends the start.
+DRAFTING_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
+    "draft tokens from a tree of a draft model": (
+        [*SPARCAS, *SMALL_MODEL, "--speculative-eagle-topk", "4"],
+        ["--speculative-eagle-topk", "4", "planes do not follow"],
+    ),
+    "draft tokens from a tree of n-grams": (
+        [*SPARCAS, "--speculative-algorithm", "NGRAM"],
+        ["--speculative-ngram-max-bfs-breadth 10", "allowed: 1", "planes do not follow"],
+    ),
+    "another kind of speculation": (
+        [*SPARCAS, "--speculative-algorithm", "DFLASH"],
+        ["--speculative-algorithm", "DFLASH", "NGRAM or STANDALONE or unset"],
+    ),
+    "drafts from the model's own states": (
+        [*SPARCAS, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "small"],
+        ["--speculative-algorithm EAGLE", "NGRAM or STANDALONE or unset", "pairs of tokens"],
+    ),
+    "a draft model that nobody names": (
+        [*SPARCAS, "--speculative-algorithm", "STANDALONE"],
+        ["--speculative-draft-model-path unset", "vocabulary"],
+    ),
+    "a draft model that attends sparsely": (
+        [*SPARCAS, *SMALL_MODEL, "--speculative-draft-attention-backend", "sparse"],
+        ["--speculative-draft-attention-backend sparse", "draft models attend densely"],
+    ),
+    "draft tokens under a budget that ends by one query": (
+        [*PSA, *CHAIN],
+        ["--speculative-algorithm", "budget.kind=mass", "tokens or fraction"],
+    ),
+}
