@@ -29,7 +29,7 @@ Servers = dict[str, tuple[list[str], dict[str, str]]]
 
 
 def drafting_servers(choosy: dict[str, Any], kept: dict[str, Any]) -> Servers:
-    """Servers with budgets that are ``choosy`` and states that are ``kept``: arguments, environment."""
+    """Arguments and environment; budgets are ``choosy``, states are ``kept`` over steps."""
     return {
         # Chains of draft tokens; a cadence and a refresh that verification does not wait for.
         "page_minmax-chains": (
