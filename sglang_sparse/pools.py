@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
+from sglang_sparse.checks import refuse
 from sglang_sparse.launch import SparseLaunch, selecting_launch_of
 
 if TYPE_CHECKING:
@@ -48,10 +49,25 @@ def kv_pool_class() -> type:
 def build_mha_kv_pool(
     original: Callable[..., Any], configurator: Any, *, mha_pool_class: type, **kwargs: Any
 ) -> Any:
-    """AROUND hook on ``KVCacheConfigurator._build_mha_kv_pool``: swap the pool class."""
-    if _planes_of(configurator) is not None:
-        mha_pool_class = kv_pool_class()
-    return original(configurator, mha_pool_class=mha_pool_class, **kwargs)
+    """AROUND hook on ``KVCacheConfigurator._build_mha_kv_pool``: swap the pool class.
+
+    Raises:
+        ConfigError: the host lacks the memory that `placement` asks for.
+    """
+    launch = _planes_of(configurator)
+    if launch is None:
+        return original(configurator, mha_pool_class=mha_pool_class, **kwargs)
+    from sglang_sparse_radix.host_kv import HostMemoryError
+
+    try:
+        return original(configurator, mha_pool_class=kv_pool_class(), **kwargs)
+    except HostMemoryError as error:
+        raise refuse(
+            "--sparse-config",
+            f"placement.host_bytes={launch.config.placement.room[1]}",
+            "memory that can be pinned",
+            f"{error}: lower it, or raise the limit of locked memory (ulimit -l)",
+        ) from error
 
 
 def compute_cell_size(

@@ -24,6 +24,10 @@ from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 logger = logging.getLogger(__name__)
 
 
+class HostMemoryError(RuntimeError):
+    """So much host memory cannot be allocated, or not be pinned."""
+
+
 class HostKVPool(SparseMHATokenToKVPool):
     """`SparseMHATokenToKVPool` without rows on the device. Made by `bind_pool_class`.
 
@@ -74,17 +78,16 @@ def host_blocks(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> to
     """Zeroed host memory; pinned memory is registered as it is, not rounded up to a power of two.
 
     Raises:
-        RuntimeError: so much memory cannot be allocated, or not be pinned.
+        HostMemoryError: so much memory cannot be allocated, or not be pinned.
     """
-    blocks = torch.zeros(tuple(shape), dtype=dtype)
+    try:
+        blocks = torch.zeros(tuple(shape), dtype=dtype)
+    except RuntimeError as error:
+        raise HostMemoryError("it cannot be allocated") from error
     if pinned:
-        error = torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0)
-        if int(error):
-            raise RuntimeError(
-                f"{blocks.nbytes} bytes of host memory cannot be pinned (CUDA error {int(error)}); "
-                "lower placement.host_bytes in --sparse-config, or raise the limit of locked "
-                "memory (ulimit -l)"
-            )
+        status = int(torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0))
+        if status:
+            raise HostMemoryError(f"it cannot be pinned (CUDA error {status})")
     return blocks
 
 

@@ -18,8 +18,11 @@ from host_kv_harness import (
     make_config,
 )
 
+from sglang_sparse import pools
 from sglang_sparse.backend.host_frames import pages_of_row
 from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
+from sglang_sparse.config import ConfigError
+from sglang_sparse_radix import host_kv
 
 PAGE = 16
 
@@ -123,3 +126,21 @@ def test_device_bytes_are_what_is_taken():
 def test_a_row_reads_a_list_and_what_follows_or_all_of_a_short_request(least, every, pages):
     config = make_config(PAGE, min_sparse_tokens=least, cadence={"kind": "steps", "every": every})
     assert pages_of_row(config, 5) == pages
+
+
+def test_memory_that_cannot_be_pinned_ends_the_start_by_name(monkeypatch):
+    def failing(configurator: object, **kwargs: object) -> None:
+        host_kv.host_blocks((2, 3), torch.bfloat16, pinned=True)
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    config = make_config(PAGE)
+    launch = SimpleNamespace(config=config)
+    monkeypatch.setattr(pools, "selecting_launch_of", lambda server_args: launch)
+    monkeypatch.setattr(pools, "kv_pool_class", lambda: host_kv.HostKVPool)
+    configurator = SimpleNamespace(is_draft_worker=False, server_args=None)
+    host_bytes = config.placement.room[1]
+    with pytest.raises(
+        ConfigError, match=rf"host_bytes={host_bytes}: .*cannot be pinned \(CUDA error 2\)"
+    ):
+        pools.build_mha_kv_pool(failing, configurator, mha_pool_class=object)
