@@ -186,7 +186,7 @@ def test_no_extra_key_leads_a_dense_request_to_sparse_kv(
     for key in [*keys, "decode", "prefill", "dense", "|sglang_sparse:dense"]:
         assert ask(live, conversation, question, DENSE, extra_key=key)[0] == 0, key
     # Of one key, dense requests share what is dense.
-    for key in (None, *keys):
+    for key in (None, *keys[::2]):
         live.flush()
         keyed = {} if key is None else {"extra_key": key}
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": ANSWER}, **keyed}

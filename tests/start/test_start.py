@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from drafting import DRAFTING_REFUSALS
+from drafting import DRAFTING_REFUSALS, TREE_REFUSAL
 from live_server import base_args
 from placed import PLACED_REFUSALS
 from refused_models import MODELS
@@ -247,6 +247,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["--sparse-config", "does not go with retention.kind cascade", "layers none"],
     ),
     **PLACED_REFUSALS,
+    **TREE_REFUSAL,
     "another tree": (
         [*SPARSE, "--radix-cache-backend", "flexkv"],
         ["--radix-cache-backend", "flexkv"],
@@ -286,9 +287,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 
-SPECULATIVE: dict[str, tuple[list[str], list[str]]] = {
-    **DRAFTING_REFUSALS,
-}
+SPECULATIVE = DRAFTING_REFUSALS
 SNAPSHOTS = [*CASCADE, "--sparse-config", '{"retention": {"snapshots": 2}}']
 REFUSALS |= (
     {

@@ -66,12 +66,14 @@ def drafting_servers(choosy: dict[str, Any], kept: dict[str, Any]) -> Servers:
     }
 
 
-# Arguments, and words of the line that ends the start.
-DRAFTING_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
+# Arguments, and words of the line that ends the start. A flag is refused before the algorithm.
+TREE_REFUSAL: dict[str, tuple[list[str], list[str]]] = {
     "draft tokens from a tree of a draft model": (
         [*SPARCAS, *SMALL_MODEL, "--speculative-eagle-topk", "4"],
         ["--speculative-eagle-topk", "4", "planes do not follow"],
     ),
+}
+DRAFTING_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "draft tokens from a tree of n-grams": (
         [*SPARCAS, "--speculative-algorithm", "NGRAM"],
         ["--speculative-ngram-max-bfs-breadth 10", "allowed: 1", "planes do not follow"],

@@ -24,11 +24,11 @@ def test_a_layer_is_waited_for_before_it_is_read(attends: bool) -> None:
     backend = object.__new__(SparseAttentionBackend)
     loads = SimpleNamespace(wait=said.append)
     backend.token_to_kv_pool = SimpleNamespace(loads=loads)
-    backend.extend = SimpleNamespace(batch=object(), run=read)  # type: ignore[assignment]
+    steps = SimpleNamespace(batch=object(), run=read, end_layer=lambda layer: None)
+    backend.extend = steps  # type: ignore[assignment]
     backend._programs = {3: SimpleNamespace(attends=attends)}  # type: ignore[dict-item]
     dense = SimpleNamespace(forward_extend=lambda *_, **__: said.append("dense"))
     backend._inner = SimpleNamespace(current=dense)  # type: ignore[assignment]
-    backend._last_layer = 5
     no_scales = SimpleNamespace(read=lambda layer: KVScales(), write=lambda layer: (None, None))
     backend._stored = no_scales  # type: ignore[assignment]
     shape = {"tp_q_head_num": 2, "head_dim": 4, "scaling": 1.0, "logit_cap": 0.0}
