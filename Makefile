@@ -43,7 +43,7 @@ test: $(STAMP)
 
 # The long parts first; the other version's environment is installed beside them.
 test-versions: $(STAMP)
-	@$(SIDE_BY_SIDE) test-e2e test-other test-unit test-alone
+	@$(SIDE_BY_SIDE) test-e2e test-other test-alone test-unit
 
 test-other:
 	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-e2e test-unit
