@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_sparse import compat
-from sglang_sparse.checks import refuse
+from sglang_sparse.checks import check_rules, refuse
 from sglang_sparse.config import ConfigError
 from sglang_sparse.config.load import METHOD_FLAG, Resolved
 from sglang_sparse_radix.refusals import Rule
@@ -63,7 +63,4 @@ def check_bounded(args: Any, resolved: Resolved) -> None:
             if shares
             else "add --disable-radix-cache, or set retention.snapshots to share prefixes",
         )
-    for rule in BOUNDED_RULES:
-        value = getattr(args, rule.field, rule.allowed[0])
-        if value not in rule.allowed:
-            raise refuse(rule.flag, value, rule.allowed_text, f"{rule.why}: {rule.remedy}")
+    check_rules(args, BOUNDED_RULES)

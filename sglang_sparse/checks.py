@@ -8,7 +8,7 @@ failure. The model is checked from its ``config.json``, before any weight is loa
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat, devices
@@ -83,7 +83,7 @@ def check_flags(args: argparse.Namespace, config: SparseConfig) -> None:
     Raises:
         ConfigError: names the first offending flag.
     """
-    _check_rules(args)
+    check_rules(args, (*rules_for(args), *ATTENTION_RULES))
     _check_host_tier(args)
     _check_tokenizers(args)
     if args.device is not None:
@@ -143,7 +143,7 @@ def check_resolved(server_args: Any, config: SparseConfig) -> None:
     Raises:
         ConfigError: names the setting and its resolved value.
     """
-    _check_rules(server_args)
+    check_rules(server_args, (*rules_for(server_args), *ATTENTION_RULES))
     if server_args.attention_backend != BACKEND:
         raise refuse(
             "--model-path",
@@ -236,8 +236,9 @@ def _check_device(device: str) -> None:
         raise refuse("--device", device, f"{served} on this machine", "drop it")
 
 
-def _check_rules(args: Any) -> None:
-    for rule in (*rules_for(args), *ATTENTION_RULES):
+def check_rules(args: Any, rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for the first flag of ``args`` whose value its rule does not allow."""
+    for rule in rules:
         value = getattr(args, rule.field, rule.allowed[0])
         if value not in rule.allowed:
             raise ConfigError(

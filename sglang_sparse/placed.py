@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from sglang_sparse import compat
-from sglang_sparse.checks import refuse
+from sglang_sparse.checks import check_rules
 from sglang_sparse.config import ConfigError, Resolved
 from sglang_sparse.config.load import CONFIG_FLAG
 from sglang_sparse_radix.refusals import Rule
@@ -48,10 +48,7 @@ def check_placed(args: Any, resolved: Resolved) -> None:
             allowed=f"sglang {compat.TESTED_SGLANG[0]}",
             remedy="install that version, or drop placement",
         )
-    for rule in PLACED_RULES:
-        value = getattr(args, rule.field, rule.allowed[0])
-        if value not in rule.allowed:
-            raise refuse(rule.flag, value, rule.allowed_text, f"{rule.why}: {rule.remedy}")
+    check_rules(args, PLACED_RULES)
     if os.environ.get(_PROBE) == "1":
         raise ConfigError(
             flag=_PROBE,

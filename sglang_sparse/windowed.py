@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_sparse import compat
-from sglang_sparse.checks import refuse
+from sglang_sparse.checks import check_rules, refuse
 from sglang_sparse.config import ConfigError, Resolved
 from sglang_sparse.config.load import CONFIG_FLAG
 from sglang_sparse_radix.refusals import Rule
@@ -43,10 +43,7 @@ def check_windowed(args: Any, resolved: Resolved) -> None:
             allowed=f"sglang {compat.TESTED_SGLANG[0]}",
             remedy="install that version, or drop retention",
         )
-    for rule in WINDOWED_RULES:
-        value = getattr(args, rule.field, rule.allowed[0])
-        if value not in rule.allowed:
-            raise refuse(rule.flag, value, rule.allowed_text, f"{rule.why}: {rule.remedy}")
+    check_rules(args, WINDOWED_RULES)
     if not args.disable_overlap_schedule:
         raise refuse(
             "--disable-overlap-schedule",

@@ -21,6 +21,7 @@ def test_a_layer_is_waited_for_before_it_is_read(attends: bool) -> None:
         said.append("read")
         return q
 
+    # Stand-ins for the parts of a backend that one layer of a prompt asks.
     backend = object.__new__(SparseAttentionBackend)
     loads = SimpleNamespace(wait=said.append)
     backend.token_to_kv_pool = SimpleNamespace(loads=loads)

@@ -184,6 +184,7 @@ class Twins:
             extend_seq_lens_cpu=[end - start],
             extend_prefix_lens_cpu=[start],
         )
+        # A stand-in for SGLang's batch; the steps of `hosted` are those of a hosted server.
         for side in (self.resident, self.hosted):
             side.extend.plan_batch(batch)  # type: ignore[arg-type]
         inner = self.seen.token_to_kv_pool
@@ -236,6 +237,7 @@ class Twins:
             seq_lens_cpu=torch.tensor(lengths),
             forward_mode=mode,
         )
+        # A stand-in for SGLang's batch.
         self.resident.decode.plan_batch(batch, graph=False)  # type: ignore[arg-type]
         self.hosted.decode.plan_batch(batch, graph=graph)  # type: ignore[arg-type]
         q = self._random(LAYERS, len(slots), HEADS * GROUP, DIM)
