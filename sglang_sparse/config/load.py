@@ -278,9 +278,10 @@ def _no_preset(method: str, geometry: Geometry | None, flag: str) -> ConfigError
     model = "PATH" if geometry is None else geometry.name
     configs = [_validate(_preset_draft(ref, method, flag, method)) for ref in refs]
     axis = _measured_axis(configs[0])
-    (measure, *others) = {getattr(config, axis).how_to_measure(model, method) for config in configs}
-    if measure is not None and not others:
-        remedy = measure
+    # A preset that has nothing measured yet, as `lserve` where all heads select, has no way to say.
+    ways = {getattr(config, axis).how_to_measure(model, method) for config in configs} - {None}
+    if len(ways) == 1:
+        remedy = ways.pop()
     else:
         remedy = f"use {METHOD_FLAG} {CUSTOM} with a whole config in {CONFIG_FLAG}"
     return ConfigError(

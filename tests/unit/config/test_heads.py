@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from sglang_sparse.choices.heads._files import lowest
-from sglang_sparse.config import ConfigError, Geometry, SparseConfig, preset_hash, resolve
+from sglang_sparse.config import (
+    ConfigError,
+    Geometry,
+    RetrievalHeads,
+    SparseConfig,
+    load_preset,
+    preset_hash,
+    resolve,
+)
 
 MODEL = Geometry(
     name="small", num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64
@@ -189,25 +197,25 @@ def test_a_list_that_stops_by_mass_is_not_taken_from_a_head_that_streams() -> No
     built([[1], [1], [0, 1]], crossed, MASS)
 
 
-QWEN = Geometry(
-    name="qwen", num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128
+OTHER = Geometry(
+    name="other", num_hidden_layers=40, num_attention_heads=32, num_key_value_heads=8, head_dim=128
 )
 
 
 def test_a_model_whose_heads_nobody_measured_is_refused_with_what_to_set() -> None:
     for config in (None, '{"budget": {"tokens": 2048}}'):
         with pytest.raises(ConfigError) as caught:
-            resolve("lserve", config, QWEN)
+            resolve("lserve", config, OTHER)
         line = str(caught.value)
-        assert "it has no preset for qwen (36 layers" in line
+        assert "it has no preset for other (40 layers" in line
         assert "or heads of the model's own in --sparse-config" in line
-        assert "run `sglang-sparse calibrate lserve --model qwen --output lserve.json" in line
+        assert "run `sglang-sparse calibrate lserve --model other --output lserve.json" in line
         assert "or set heads.file to a TSV of DuoAttention's gates" in line
 
 
 def test_heads_of_ones_own_take_the_rest_of_the_preset() -> None:
-    heads = {"kind": "streaming", "streaming": [[0, 1, 2, 3]] * 36, "local": 256}
-    config = resolve("lserve", json.dumps({"heads": heads}), QWEN)
+    heads = {"kind": "streaming", "streaming": [[0, 1, 2, 3]] * 40, "local": 256}
+    config = resolve("lserve", json.dumps({"heads": heads}), OTHER)
     llama = resolve("lserve", "llama-3.1-8b/lserve", None)
     own = {"heads", "model"}
     assert config.model_dump(exclude=own) == llama.model_dump(exclude=own)
@@ -215,3 +223,16 @@ def test_heads_of_ones_own_take_the_rest_of_the_preset() -> None:
     assert llama.heads.calibration == "published"
     assert sum(map(len, llama.heads.streaming)) == 128
     assert (llama.unit, llama.score.logical_page, llama.cadence.every) == (64, 16, 4)
+
+
+def test_on_qwen3_8b_every_head_selects_until_its_streaming_heads_are_found() -> None:
+    qwen = load_preset("qwen3-8b", "lserve")
+    assert qwen.model is not None
+    assert qwen.heads == RetrievalHeads()
+    assert "nobody found for this model" in qwen.description
+    llama = resolve("lserve", "llama-3.1-8b/lserve", None)
+    own = {"heads", "model", "description"}
+    assert qwen.model_dump(exclude=own) == llama.model_dump(exclude=own)
+    heads = {"kind": "streaming", "streaming": [[0, 1]] * 36}
+    found = resolve("lserve", json.dumps({"heads": heads}), qwen.model)
+    assert found.heads.window == (128, 1024)
