@@ -105,7 +105,7 @@ def frames_of(base_url: str) -> dict[str, int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that every measuring script has."""
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1000, 32000, 120000])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 32000, 120000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--separate", nargs="*", default=[], metavar="CONTEXTxBATCH")
     parser.add_argument("--vocab", type=int, default=128000)
