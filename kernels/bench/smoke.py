@@ -3,6 +3,7 @@
 
 import torch
 from cases import Case, Shape
+from lserve import check_all
 
 SHAPES = (
     (Shape(context=5000, batch=3), 1),
@@ -23,6 +24,8 @@ def main() -> None:
     for shape, unit in SHAPES:
         torch.manual_seed(shape.context)
         print(shape, "unit", unit, Case(shape, layers=2, unit=unit, device=device).check())
+    torch.manual_seed(0)
+    print("lserve", check_all(["decode", "prefill"]))
     print("all kernels agree with their references")
 
 
