@@ -349,3 +349,40 @@ def make_scores(rows: int, lists: int, max_units: int, device: Device) -> Scores
 def scored_rows(plan: "DecodePlan") -> list[int]:
     """Rows of the batch that select anew at this step, on the host."""
     return ((plan.reselect != 0) & (plan.k_units > 0)).nonzero().squeeze(1).tolist()
+
+
+@dataclass(frozen=True)
+class ListSpan:
+    """A part of each list of R rows and H KV heads, where lists are read in several parts.
+
+    Attributes:
+        first, last: int32 [R, H], contiguous: the places ``[first, last)`` of a list.
+        tails: whether the rows' tails belong to it, too.
+    """
+
+    first: torch.Tensor
+    last: torch.Tensor
+    tails: bool = True
+
+    @classmethod
+    def allocate(cls, rows: int, heads: int, device: Device) -> "ListSpan":
+        """Empty parts."""
+        first, last = (
+            torch.zeros((rows, heads), dtype=torch.int32, device=device) for _ in range(2)
+        )
+        return cls(first, last)
+
+    def rows(self, count: int) -> "ListSpan":
+        """A view of the first ``count`` rows."""
+        return ListSpan(self.first[:count], self.last[:count], self.tails)
+
+    def heads_as_rows(self) -> "ListSpan":
+        """A view with a row for each row and KV head."""
+        return ListSpan(self.first.view(-1, 1), self.last.view(-1, 1), self.tails)
+
+    def check(self, rows: int, heads: int) -> None:
+        """Raise ValueError unless it has a part for each of ``rows`` rows and ``heads`` heads."""
+        for name, tensor in {"first": self.first, "last": self.last}.items():
+            check_shape(name, tensor, (rows, heads))
+            check_dtype(name, tensor, torch.int32)
+            check_contiguous(name, tensor)

@@ -8,14 +8,14 @@ request's next step. All of it runs on the device, in fixed shapes, so that deco
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sglang_sparse.backend.counters import DeviceSums
 from sglang_sparse.backend.host_prompts import HostPrompts, Span, buffer_bytes
 from sglang_sparse.checks import refuse
-from sglang_sparse.choices.build import Build, Limits
+from sglang_sparse.choices.build import Build, Limits, tensor_bytes
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.frames import (
     COUNTERS,
@@ -30,7 +30,8 @@ from sglang_sparse_kernels.frames import (
     store_tokens,
 )
 from sglang_sparse_kernels.plan import DecodePlan
-from sglang_sparse_kernels.step import AttendFrames, Stage
+from sglang_sparse_kernels.progressive import Rounds
+from sglang_sparse_kernels.step import AttendFrames, AttendFramesUntil, AttendUntil, Fetch, Stage
 from sglang_sparse_radix.host_kv import HostKVPool, StagedPlanes
 
 _ORDER_BYTES = 12  # a frame's owner, stamp and place in the order
@@ -133,6 +134,7 @@ class HostFrames:
             row_pages=sizes.demand.row_pages,
         )  # fmt: skip
         self._workspace = build.attention
+        self._rounds = Rounds.allocate(build.limits.rows_a_pass, pool.head_num, device, None)
         self._sums = DeviceSums(COUNTERS, frames.counters)
         # Keys of pages that are being written, as the planes' kernels read them.
         rows, heads = sizes.pinned_pages, (pool.head_num, pool.head_dim)
@@ -150,8 +152,16 @@ class HostFrames:
 
     def stage(self, layer: int) -> Stage:
         """Attention of a layer, a global id, over frames."""
+        return AttendFrames(self._fetch(layer), self._workspace)
+
+    def until(self, layer: int, stage: AttendUntil) -> Stage:
+        """`stage` of a layer, a global id, over frames that are loaded as far as it goes."""
+        rounds = replace(self._rounds, workspace=stage.workspace)
+        return AttendFramesUntil(self._fetch(layer), stage, rounds)
+
+    def _fetch(self, layer: int) -> Fetch:
         local = layer - self._pool.start_layer
-        return AttendFrames(self.frames, self._pool.host, local, self._found, self._workspace)
+        return Fetch(self.frames, self._pool.host, local, self._found)
 
     # A decode step.
 
@@ -269,7 +279,7 @@ class HostFrames:
     def nbytes(self) -> int:
         """Device bytes of everything here."""
         own = self.frames.nbytes + self._found.nbytes + self._keys.nbytes + self._planes.nbytes()
-        return own + self.prompts.nbytes()
+        return own + tensor_bytes(self._rounds) + self.prompts.nbytes()
 
 
 def longest_pages(pool: HostKVPool, max_context: int) -> int:

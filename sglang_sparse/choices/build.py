@@ -24,7 +24,7 @@ from sglang_sparse_kernels.records import (
     make_scores,
 )
 from sglang_sparse_kernels.select import TopkWorkspace, make_topk_workspace
-from sglang_sparse_kernels.step import Attend, Stage
+from sglang_sparse_kernels.step import Attend, AttendUntil, Stage
 from sglang_sparse_radix.planes import CuboidPlane
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
@@ -130,6 +130,9 @@ class Fetched(Protocol):
     def stage(self, layer: int) -> Stage:
         """The stage that attends to the step's lists and the tail in `layer`, a global id."""
 
+    def until(self, layer: int, stage: AttendUntil) -> Stage:
+        """What takes the place of `stage`, which attends in `layer` until a share is reached."""
+
     def counts(self, *, wait: bool) -> dict[str, int] | None:
         """Sums since the start, by their names; without waiting None if none have arrived."""
 
@@ -214,6 +217,10 @@ class Build:
     def attend(self, layer: int) -> Stage:
         """The stage of ``layer``, a global id, that attends to the step's lists and the tail."""
         return Attend(self.attention) if self.fetched is None else self.fetched.stage(layer)
+
+    def attend_until(self, layer: int, stage: AttendUntil) -> Stage:
+        """`stage`, or what does its work in ``layer``, a global id, where KV is fetched."""
+        return stage if self.fetched is None else self.fetched.until(layer, stage)
 
     def kv_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that ``layer``, a global id, reads: [rows, heads, head_dim] each."""

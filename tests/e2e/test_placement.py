@@ -16,6 +16,11 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 Server = Callable[[str], LiveServer]
 RESIDENT, HOSTED = "placed-on-device", "placed-on-host"
 PAGE, TOKENS = 16, 20
+# The share of the mass that the server reaches, and others.
+BUDGETS: list[dict[str, object]] = [
+    {} if share is None else {"custom_params": {"sparse": {"budget": share}}}
+    for share in (None, None, None, 0.5, 1.0, None, 0.5)
+]
 
 
 def alone(prompts: list[list[int]]) -> list[list[int]]:
@@ -35,16 +40,21 @@ def alone(prompts: list[list[int]]) -> list[list[int]]:
 def test_answers_are_those_of_kv_on_the_device_to_the_bit(
     server: Server, prompts: list[list[int]]
 ) -> None:
-    answers = {}
+    answers, reached = {}, {}
     for name in (RESIDENT, HOSTED):
         live = server(name)
         live.flush()
+        before = live.sparse_state()["progress"]
         answers[name] = [
-            live.generate([prompt], TOKENS, ignore_eos=True)[0] for prompt in alone(prompts)
+            live.generate([prompt], TOKENS, ignore_eos=True, **asked)[0]
+            for prompt, asked in zip(alone(prompts), BUDGETS, strict=True)
         ]
+        after = live.sparse_state()["progress"]
+        reached[name] = {layer: after[layer]["blocks"] - before[layer]["blocks"] for layer in after}
     resident, hosted = answers[RESIDENT], answers[HOSTED]
     assert token_ids(hosted) == token_ids(resident)
     assert logprobs(hosted) == logprobs(resident)
+    assert reached[HOSTED] == reached[RESIDENT]
     found = [
         [answer["meta_info"]["cached_tokens"] for answer in those] for those in (resident, hosted)
     ]

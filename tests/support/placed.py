@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import json
 
-QUEST = ["--attention-backend", "sparse", "--sparse-method", "page_minmax"]
+PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 PAGES_OF_16 = {
     "layers": {"kind": "every"},
-    "budget": {"kind": "tokens", "tokens": 128, "max_tokens": 128},
+    "score": {"logical_page": 16},
+    "budget": {"epsilon": 0.9, "max_epsilon": 1.0, "cap": 128, "microbatch": 16},
     "min_sparse_tokens": 33,
     "page_size": 16,
 }
@@ -20,7 +21,7 @@ PLACEMENTS: dict[str, dict[str, object]] = {"device": {}, "host": {"placement": 
 PLACED_SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     f"placed-on-{where}": (
         [
-            *(*QUEST, "--sparse-config", json.dumps(PAGES_OF_16 | placement)),
+            *(*PSA, "--sparse-config", json.dumps(PAGES_OF_16 | placement)),
             *("--chunked-prefill-size", "256", "--max-total-tokens", "1024"),
             *("--max-running-requests", "3", "--prefill-max-requests", "1"),
             *("--schedule-conservativeness", "0.01", "--context-length", "1024"),
@@ -34,11 +35,11 @@ PLACED_SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
 # Arguments, and words of the line that ends the start.
 PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "dense layers with KV in host memory": (
-        [*QUEST, "--sparse-config", json.dumps({"placement": ON_HOST})],
+        [*PSA, "--sparse-config", json.dumps({"placement": ON_HOST})],
         ["--sparse-config", "layer 0 attends to every token", "layers.kind every"],
     ),
     "ranks with KV in host memory": (
-        [*QUEST, "--sparse-config", json.dumps(PAGES_OF_16 | PLACEMENTS["host"]), "--tp-size", "2"],
+        [*PSA, "--sparse-config", json.dumps(PAGES_OF_16 | PLACEMENTS["host"]), "--tp-size", "2"],
         ["not tested"],
     ),
 }

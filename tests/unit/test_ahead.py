@@ -89,11 +89,11 @@ for path in sys.argv[1:]:
 """
 # The same over KV in host memory, with an odd number of pages. It compiles what it rehearsed.
 HOSTED = """
-import json
+import json, sys
 import torch
 from types import SimpleNamespace as Fake
 from absent_gpu import compile_for_absent_gpu
-from host_kv_harness import LAYERS, SLOTS, HEADS, GROUP, DIM, Twins, make_config
+from host_kv_harness import BUDGETS, LAYERS, SLOTS, HEADS, GROUP, DIM, Twins, make_config
 import host_kv_harness
 from sglang_sparse.backend.ahead import rehearse
 from sglang_sparse_kernels import KVScales, Softmax
@@ -101,7 +101,7 @@ from sglang_sparse_kernels.ahead import compile_ahead, rehearsal
 
 compile_for_absent_gpu()
 host_kv_harness.IMPL = "triton"
-twins = Twins(make_config(16), pages=13)
+twins = Twins(make_config(16, **BUDGETS[sys.argv[1]]), pages=13)
 side, frames = twins.hosted, twins.frames
 softmax = Softmax(0.1)
 
@@ -159,11 +159,12 @@ def test_no_batch_launches_what_was_not_rehearsed() -> None:
 
 
 @pytest.mark.skipif(version("sglang") != "0.5.17", reason="refused with this version of SGLang")
-def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed() -> None:
+@pytest.mark.parametrize("budget", ["tokens", "scores"])
+def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed(budget: str) -> None:
     tests = Path(__file__).parents[1]
     folders = [str(tests / "support"), str(tests / "unit" / "radix"), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-c", HOSTED], check=False, capture_output=True, text=True,
+        [sys.executable, "-c", HOSTED, budget], check=False, capture_output=True, text=True,
         env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -172,3 +173,5 @@ def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed() -> No
     assert facts["failures"] == []
     names = {name.rpartition(".")[2] for name in facts["launched"]}
     assert {"copy_blocks_kernel", "flush_pages_kernel", "store_tokens_kernel"} <= names
+    rounds = {"begin_rounds_kernel", "attend_round_kernel", "finish_round_kernel"}
+    assert names & rounds == (rounds if budget == "scores" else set())

@@ -45,10 +45,6 @@ def test_kv_lies_on_the_device_unless_asked_otherwise():
         ({"layers": {"kind": "first_dense", "n": 1}}, "layer 0 attends to every token"),
         ({"score": {"kind": "key_sketch"}}, "selects single tokens"),
         (
-            {"budget": {"kind": "mass", "epsilon": 0.9, "cap": 1024, "microbatch": 64}},
-            "what budget.kind mass attends to",
-        ),
-        (
             {"heads": {"kind": "streaming", "sink": 64, "local": 128, "streaming": [[0]] * 4}},
             "has windows",
         ),
@@ -72,6 +68,13 @@ def test_configs_that_frames_cannot_serve_are_refused(changes, message):
     resolve()
     with pytest.raises(ConfigError, match=message):
         resolve(**changes)
+
+
+def test_a_share_of_the_mass_is_served_from_pages_and_not_from_tokens():
+    changes = json.dumps(CONFIG)
+    assert resolve_with_source("psa", changes, SHAPE).config.budget.kind == "mass"
+    with pytest.raises(ConfigError, match="selects single tokens"):
+        resolve_with_source("psa_sketch", changes, SHAPE)
 
 
 def test_a_request_for_dense_is_refused_and_a_budget_is_not():

@@ -13,7 +13,7 @@ from ..common import (
     check_shape,
 )
 from ..plan import DecodePlan
-from ..records import Lists
+from ..records import Lists, ListSpan
 from .reference import (
     begin_step_reference,
     copy_blocks_reference,
@@ -53,7 +53,7 @@ def begin_step(pool: FramePool, *, impl: Impl) -> None:
 
 def find_frames(
     pool: FramePool, layer: int, page_table: torch.Tensor, plan: DecodePlan, lists: Lists, *,
-    found: FoundFrames, impl: Impl,
+    found: FoundFrames, impl: Impl, span: ListSpan | None = None,
 ) -> None:  # fmt: skip
     """Find a frame for each block that attention of one layer reads (PSA, section 3.4).
 
@@ -63,6 +63,10 @@ def find_frames(
     place in the list. It is to be loaded before attention (:func:`load_blocks`). No frame is given
     to two blocks, and none is taken from a block that the step has looked up, in this layer or in
     one before. That always succeeds, since a pool has :attr:`FrameDemand.blocks` frames.
+
+    With a ``span`` a layer may be looked up in several calls, each of which takes a part of the
+    lists. What a call found stays where it is to the end of the step. The first call has to take
+    the tails.
 
     Where blocks lie and what is counted is the same for every ``impl``, run after run.
 
@@ -74,6 +78,7 @@ def find_frames(
         lists: without windows.
         found: written: what to load, and where attention finds it.
         impl: "triton", "cpu" or "torch".
+        span: the part of the lists that is looked up; None for all, with the tails.
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, a batch that does not fit.
@@ -82,12 +87,14 @@ def find_frames(
     _check_layer(pool, layer)
     check_dtype("page_table", page_table, torch.int32)
     found.check(pool, page_table, plan, lists)
+    if span is not None:
+        span.check(plan.num_rows, pool.heads)
     if impl != "triton":
-        find_frames_reference(pool, layer, page_table, plan, lists, found)
+        find_frames_reference(pool, layer, page_table, plan, lists, found, span)
         return
     from .lookup_kernel import find_frames_triton
 
-    find_frames_triton(pool, layer, page_table, plan, lists, found)
+    find_frames_triton(pool, layer, page_table, plan, lists, found, span)
 
 
 def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl: Impl) -> None:

@@ -27,6 +27,7 @@ class FoundArgs(NamedTuple):
     seq_lens: torch.Tensor
     tail_start: torch.Tensor
     k_units: torch.Tensor
+    request_slots: torch.Tensor
     list_rows: torch.Tensor
     pages: torch.Tensor
     blocks: torch.Tensor

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..plan import DecodePlan
-from ..records import Lists
+from ..records import Lists, ListSpan
 from .types import MISSING, FoundFrames, FramePool
 
 # Not measured on a GPU yet.
@@ -27,9 +27,9 @@ NOWHERE = tl.constexpr(MISSING)
 
 @triton.jit
 def bid_kernel(
-    plan, page_table, list_rows, indices, counts, head_map, pool, found, stride_table, capacity,
-    entries, H: tl.constexpr, LISTS: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
-    BT: tl.constexpr,
+    plan, page_table, request_slots, list_rows, indices, counts, head_map, first, last, pool, found,
+    stride_table, capacity, entries, H: tl.constexpr, LISTS: tl.constexpr, PAGE: tl.constexpr,
+    UNIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     i_rh = tl.program_id(0)
     i_r, i_h = i_rh // H, i_rh % H
@@ -42,6 +42,8 @@ def bid_kernel(
     k_units = tl.load(plan.k_units + i_r)
     listed = tl.minimum(tl.minimum(k_units, capacity), tl.load(counts + i_l))
     m_list = o_t < listed
+    if first is not None:
+        m_list &= (o_t >= tl.load(first + i_rh)) & (o_t < tl.load(last + i_rh))
     b_unit = tl.load(indices + i_l.to(tl.int64) * capacity + o_t, mask=m_list, other=0)
     m_list &= (b_unit >= 0) & (b_unit < tl.cdiv(tail, UNIT))
     b_tail = tail // PAGE + o_t - capacity
@@ -65,6 +67,7 @@ def bid_kernel(
     tl.store(found.blocks + o_e, tl.where(m_t, b_block, -1), mask=o_t < entries)
     if tl.program_id(1) == 0:
         tl.store(found.list_rows + i_rh, i_l)
+        tl.store(found.request_slots + i_rh, tl.load(request_slots + i_r) * H + i_h)
         tl.store(found.seq_lens + i_rh, seq_len)
         tl.store(found.tail_start + i_rh, tail)
         tl.store(found.k_units + i_rh, k_units)
@@ -135,13 +138,18 @@ def find_frames_triton(
     plan: DecodePlan,
     lists: Lists,
     found: FoundFrames,
+    span: ListSpan | None,
 ) -> None:
     """Launch the three kernels of a lookup."""
-    rows, heads, entries = plan.num_rows, pool.heads, found.pages.shape[1]
+    rows, heads = plan.num_rows, pool.heads
+    tails = span is None or span.tails
+    entries = lists.capacity + (found.tail_pages if tails else 0)
+    first, last = (None, None) if span is None else (span.first, span.last)
     pool_args, found_args, total = pool.args(layer), found.args, rows * heads * entries
     bid_kernel[(rows * heads, triton.cdiv(entries, TILE_ENTRIES))](
-        plan.args, page_table, lists.rows, lists.indices, lists.counts, lists.head_map, pool_args,
-        found_args, page_table.stride(0), lists.capacity, entries,
+        plan.args, page_table, plan.request_slots, lists.rows, lists.indices, lists.counts,
+        lists.head_map, first, last, pool_args, found_args, page_table.stride(0), lists.capacity,
+        entries,
         H=heads, LISTS=lists.indices.shape[1], PAGE=pool.page_size, UNIT=lists.unit,
         BT=TILE_ENTRIES,
     )  # fmt: skip

@@ -5,7 +5,7 @@ import torch
 
 from ..common import put, take
 from ..plan import DecodePlan
-from ..records import Lists
+from ..records import Lists, ListSpan
 from .types import COUNTERS, MISSING, FoundFrames, FramePool
 
 
@@ -24,25 +24,29 @@ def find_frames_reference(
     plan: DecodePlan,
     lists: Lists,
     found: FoundFrames,
+    span: ListSpan | None,
 ) -> None:
     """See :func:`sglang_sparse_kernels.frames.find_frames`."""
     rows, heads, cached = plan.num_rows, pool.heads, pool.cached
     mine = found.plan.rows(rows * heads)
     for name in ("seq_lens", "tail_start", "k_units"):
         getattr(mine, name).copy_(getattr(plan, name).repeat_interleave(heads))
-    list_of = _lists_of_heads(lists, heads, plan.seq_lens.device)
+    head = torch.arange(heads, device=plan.seq_lens.device)
+    mine.request_slots.copy_((plan.request_slots[:, None] * heads + head).flatten())
+    list_of = head if lists.head_map is None else lists.head_map.long()
     found.list_rows[: rows * heads] = (
         lists.rows[:, None] * lists.indices.shape[1] + list_of
     ).flatten()
 
-    pages = _pages(plan, lists, list_of, found.tail_pages, pool.page_size)  # [R, H, entries]
+    tail_pages = found.tail_pages if span is None or span.tails else 0
+    pages = _pages(plan, lists, list_of, tail_pages, pool.page_size, span)  # [R, H, entries]
     asked = pages >= 0
     physical = page_table.gather(1, pages.clamp(min=0).flatten(1)).view_as(pages)
-    head = torch.arange(heads, device=pages.device)[:, None]
-    blocks = layer * pool.frame_of[0].numel() + physical * heads + head
+    blocks = layer * pool.frame_of[0].numel() + physical * heads + head[:, None]
     blocks = torch.where(asked, blocks, -1)
-    found.pages[: rows * heads] = pages.flatten(0, 1).int()
-    found.blocks[: rows * heads] = blocks.flatten(0, 1).int()
+    entries = pages.shape[2]
+    found.pages[: rows * heads, :entries] = pages.flatten(0, 1).int()
+    found.blocks[: rows * heads, :entries] = blocks.flatten(0, 1).int()
 
     frame_of = pool.frame_of.view(-1)
     wanted = blocks[asked]
@@ -79,16 +83,10 @@ def find_frames_reference(
     mine.page_table[target] = frame_of[wanted].clamp(min=0)
 
 
-def _lists_of_heads(lists: Lists, heads: int, device: torch.device) -> torch.Tensor:
-    """The list that each KV head reads, int64 [H]."""
-    if lists.head_map is None:
-        return torch.arange(heads, device=device)
-    return lists.head_map.long()
-
-
 def _pages(
-    plan: DecodePlan, lists: Lists, list_of: torch.Tensor, tail_pages: int, page_size: int
-) -> torch.Tensor:
+    plan: DecodePlan, lists: Lists, list_of: torch.Tensor, tail_pages: int, page_size: int,
+    span: ListSpan | None,
+) -> torch.Tensor:  # fmt: skip
     """Logical pages that each row and KV head reads, -1 for none: int64 [R, H, entries]."""
     tail, length = (t.long()[:, None, None] for t in (plan.tail_start, plan.seq_lens))
     rows = lists.rows.long()[:, None]
@@ -96,6 +94,8 @@ def _pages(
     place = torch.arange(lists.capacity, device=units.device)
     listed = (place < counts) & (place < plan.k_units[:, None, None])
     listed &= (units >= 0) & (units * lists.unit < tail)
+    if span is not None:
+        listed &= (place >= span.first[..., None]) & (place < span.last[..., None])
     units = torch.where(listed, units * lists.unit // page_size, -1)
     after = tail // page_size + torch.arange(tail_pages, device=units.device)
     after = torch.where(after * page_size < length, after, -1)

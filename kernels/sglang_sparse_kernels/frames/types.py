@@ -209,7 +209,8 @@ class FoundFrames:
     ``r * H + h`` has a page table of its own, and one KV head.
 
     Attributes:
-        plan: of ``max_rows * H`` rows; its page table leads logical pages to frames.
+        plan: of ``max_rows * H`` rows; its page table leads logical pages to frames, and its
+            request slots are those of the batch times H, plus the KV head.
         list_rows: int32 [max_rows * H], which list each of them reads.
         pages: int32 [max_rows * H, list_units + tail_pages], the logical page of each entry that a
             row looks up, -1 for none: those of its listed units, then those of its tail.
@@ -289,7 +290,8 @@ class FoundFrames:
 
         plan = self.plan
         return FoundArgs(
-            plan.page_table, plan.seq_lens, plan.tail_start, plan.k_units, self.list_rows,
+            plan.page_table, plan.seq_lens, plan.tail_start, plan.k_units, plan.request_slots,
+            self.list_rows,
             self.pages, self.blocks, self.ranks, self.missing, self.victims, self.num_missing,
             plan.page_table.stride(0),
         )  # fmt: skip

@@ -2,10 +2,12 @@
 """Attention over ranked units that stops when a share of the attention mass is reached."""
 
 from .api import progressive_decode_attention, rank_units, residual_bounds
+from .rounds import Rounds, attend_round, begin_rounds
 from .types import (
     COUNTERS,
     MAX_RANKED_UNITS,
     MICROBATCHES,
+    ROUNDS,
     MassStop,
     ProgressiveWorkspace,
     StopState,
@@ -19,9 +21,13 @@ __all__ = [
     "COUNTERS",
     "MAX_RANKED_UNITS",
     "MICROBATCHES",
+    "ROUNDS",
     "MassStop",
     "ProgressiveWorkspace",
+    "Rounds",
     "StopState",
+    "attend_round",
+    "begin_rounds",
     "make_progressive_workspace",
     "num_chunks",
     "num_stop_checks",

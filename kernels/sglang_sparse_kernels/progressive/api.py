@@ -178,12 +178,30 @@ def progressive_decode_attention(
             a workspace that is too small.
     """
     check_choice("impl", impl, IMPLS)
+    check_attention(q, kv, plan, ranking, stop, state, out)
+    if impl != "triton":
+        progressive_decode_attention_reference(
+            q, kv, plan, ranking, stop, state, softmax=softmax, out=out
+        )
+        return
+    workspace = check_launch(q, kv, ranking, stop, state, out, workspace)
+    from .kernel import progressive_decode_attention_triton
+
+    progressive_decode_attention_triton(
+        q, kv, plan, ranking, stop, state, softmax=softmax, out=out, workspace=workspace
+    )
+
+
+def check_attention(
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
+    state: StopState, out: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise ValueError unless the arguments fit together, whatever the implementation."""
     rows, heads, group, unit = plan.num_rows, kv.num_heads, kv.group_of(q), ranking.unit
     check_shape("q", q, (rows, -1, -1))
     ranking.check_read(rows, heads)
     stop.check(rows, heads, group, unit)
     check_shape("reached", state.reached, tuple(ranking.counts.shape))
-    words = {"reached": state.reached}
     if kv.page_size % unit:
         raise ValueError(f"unit={unit} must divide page_size={kv.page_size}")
     if state.counters is not None:
@@ -191,11 +209,14 @@ def progressive_decode_attention(
         check_dtype("counters", state.counters, torch.int64)
     if out is not None:
         check_shape("out", out, tuple(q.shape))
-    if impl != "triton":
-        progressive_decode_attention_reference(
-            q, kv, plan, ranking, stop, state, softmax=softmax, out=out
-        )
-        return
+
+
+def check_launch(
+    q: torch.Tensor, kv: KVView, ranking: Lists, stop: MassStop, state: StopState,
+    out: torch.Tensor | None, workspace: ProgressiveWorkspace | None,
+) -> ProgressiveWorkspace:  # fmt: skip
+    """Raise ValueError unless kernels take the arguments; the batch's part of ``workspace``."""
+    rows, heads, group, unit = q.shape[0], kv.num_heads, kv.group_of(q), ranking.unit
     kv.check_triton(q)
     if out is not None:
         check_dtype("out", out, q.dtype)
@@ -203,7 +224,7 @@ def progressive_decode_attention(
     if workspace is None or state.expected is None:
         raise ValueError("impl='triton' needs a workspace and what is expected of each request")
     check_shape("expected", state.expected, (-1, heads))
-    for name, tensor in (words | {"expected": state.expected}).items():
+    for name, tensor in {"reached": state.reached, "expected": state.expected}.items():
         check_dtype(name, tensor, torch.int32)
         check_contiguous(name, tensor)
     if stop.residual is not None:
@@ -216,8 +237,4 @@ def progressive_decode_attention(
         check_shape(f"workspace.{name}", tensor, (rows, heads, group, held))
     if held < needed:
         raise ValueError(f"workspace holds {held} chunks, needed are {needed}")
-    from .kernel import progressive_decode_attention_triton
-
-    progressive_decode_attention_triton(
-        q, kv, plan, ranking, stop, state, softmax=softmax, out=out, workspace=workspace
-    )
+    return workspace

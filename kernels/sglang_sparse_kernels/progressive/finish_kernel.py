@@ -135,7 +135,7 @@ def _find_stop(
 
 
 @triton.jit
-def _check_stop(
+def check_stop(
     rows,
     windows,
     out,
@@ -210,7 +210,7 @@ def _check_stop(
 
 
 @triton.jit
-def _merge(chunks, out, i_rh, i_d, stop, L: tl.constexpr, C: tl.constexpr):
+def merge_chunks(chunks, out, i_rh, i_d, stop, L: tl.constexpr, C: tl.constexpr):
     """Merge the chunks before ``stop`` of a slice of the channels."""
     base = i_rh.to(tl.int64) * chunks.held * L.G
     o_m, o_g, o_d = tl.arange(0, C.BM), tl.arange(0, C.BG), i_d * C.BD + tl.arange(0, C.BD)
@@ -272,16 +272,16 @@ def progressive_finish_kernel(
         extended, stop = tl.load(progress.extended + i_rh), tl.load(progress.stop + i_rh)
         if (extended > attended) | (stop < attended):
             if extended > attended:
-                stop, _chunks = _check_stop(
+                stop, _chunks = check_stop(
                     rows, windows, chunks, reached, expected, request_slots, epsilons, residual,
                     checks_held, progress.candidates, counters, i_rh, extended, i_d == 0, L, C,
                     True,
                 )  # fmt: skip
             if L.OUTPUT:
-                _merge(chunks, out, i_rh, i_d, stop, L, C)
+                merge_chunks(chunks, out, i_rh, i_d, stop, L, C)
     else:
         if i_d == 0:
-            stop, most = _check_stop(
+            stop, most = check_stop(
                 rows, windows, chunks, reached, expected, request_slots, epsilons, residual,
                 checks_held, progress.candidates, counters, i_rh, attended, True, L, C, False,
             )  # fmt: skip
@@ -292,4 +292,4 @@ def progressive_finish_kernel(
         else:
             # Compiled even where no program gets here.
             if L.OUTPUT:
-                _merge(chunks, out, i_rh, i_d - 1, attended, L, C)
+                merge_chunks(chunks, out, i_rh, i_d - 1, attended, L, C)

@@ -18,6 +18,8 @@ result whichever program attends to it, and a merge depends on nothing after the
 expectation only changes the time, never the result.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -140,19 +142,52 @@ def progressive_extend_kernel(
     attend_split(b_tiles, b_candidates, b_attended, work, L, T)
 
 
-def progressive_decode_attention_triton(
-    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
-    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
-    workspace: ProgressiveWorkspace,
-) -> None:  # fmt: skip
-    """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
-    count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
-    group, unit, always = kv.group_of(q), ranking.unit, stop.always
-    tile, group_tile = min(stop.microbatch, max(TILE, unit)), next_power_of_2(group)
-    layout = Layout(
-        H=kv.num_heads, G=group, D=dim, UNIT=unit, BN=tile, BATCH_TILES=stop.microbatch // tile,
-        MAX_PROLOGUE=MAX_PROLOGUE_CHUNKS, OUTPUT=out is not None,
+class Launch(NamedTuple):
+    """Arguments of all launches: records and constants, made from those of the operator."""
+
+    row_heads: int
+    work: Work
+    progress: Progress
+    layout: Layout
+    tiles: Tiles
+    checks: Checks
+
+    @property
+    def attend(self) -> dict[str, Any]:
+        """Constants of kernels that attend."""
+        shape, tiles = constants(self.layout), constants(self.tiles)
+        return {"L": shape, "T": tiles, "num_warps": WARPS, "maxnreg": REGISTERS}
+
+    @property
+    def finish(self) -> dict[str, Any]:
+        """Constants of kernels that check and merge."""
+        shape, checks = constants(self.layout), constants(self.checks)
+        return {"L": shape, "C": checks, "num_warps": FINISH_WARPS}
+
+
+def layout_of(ranking: Lists, stop: MassStop, group: int, dim: int, *, output: bool) -> Layout:
+    """How rows of lists are cut into tiles and chunks."""
+    tile = min(stop.microbatch, max(TILE, ranking.unit))
+    return Layout(
+        H=ranking.indices.shape[1], G=group, D=dim, UNIT=ranking.unit, BN=tile,
+        BATCH_TILES=stop.microbatch // tile, MAX_PROLOGUE=MAX_PROLOGUE_CHUNKS, OUTPUT=output,
     )  # fmt: skip
+
+
+def progress_of(workspace: ProgressiveWorkspace) -> Progress:
+    """The numbers of each row and KV head."""
+    w = workspace
+    return Progress(w.attended, w.extended, w.stop, w.candidates)
+
+
+def make_launch(
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop, *,
+    softmax: Softmax, output: bool, workspace: ProgressiveWorkspace,
+) -> Launch:  # fmt: skip
+    """What all launches of one call take."""
+    count, dim, w = plan.num_rows * kv.num_heads, q.shape[2], workspace
+    group, always = kv.group_of(q), stop.always
+    group_tile = next_power_of_2(group)
     tiles = Tiles(
         BG=max(16, group_tile), BR=row_heads_tile(count), PAGE=kv.page_size,
         HAS_CAP=softmax.logit_cap > 0, STAGES=STAGES, ROW_COST=ROW_COST,
@@ -167,25 +202,43 @@ def progressive_decode_attention_triton(
         Queries(q, q.stride(0), kv.logits(softmax).scale_log2, softmax.logit_cap),
         kv.args, rows, ranking.window_args, Ranking(ranking.indices, ranking.capacity), chunks,
     )  # fmt: skip
-    progress = Progress(w.attended, w.extended, w.stop, w.candidates)
-    check = (
-        rows, ranking.window_args, chunks, progress, state.reached, state.expected,
-        plan.request_slots, stop.epsilons, stop.residual,
-        0 if stop.residual is None else stop.residual.shape[3], out, state.counters,
+    layout = layout_of(ranking, stop, group, dim, output=output)
+    return Launch(count, work, progress_of(w), layout, tiles, checks)
+
+
+def check_arguments(
+    launch: Launch, plan: DecodePlan, stop: MassStop, state: StopState, out: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Arguments of kernels that check and merge."""
+    work, residual = launch.work, stop.residual
+    return (
+        work.rows, work.windows, work.out, launch.progress, state.reached, state.expected,
+        plan.request_slots, stop.epsilons, residual, 0 if residual is None else residual.shape[3],
+        out, state.counters,
     )  # fmt: skip
-    slices = 0 if out is None else dim // CHANNELS
+
+
+def progressive_decode_attention_triton(
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
+    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
+    workspace: ProgressiveWorkspace,
+) -> None:  # fmt: skip
+    """Launch the kernels of this module and of :mod:`.finish_kernel` in turn."""
+    w = workspace
+    made = make_launch(
+        q, kv, plan, ranking, stop, softmax=softmax, output=out is not None, workspace=w
+    )
+    check = check_arguments(made, plan, stop, state, out)
+    count, slices = made.row_heads, 0 if out is None else q.shape[2] // CHANNELS
     programs = num_programs(q.device)
-    shape = constants(layout)
-    launch = {"L": shape, "T": constants(tiles), "num_warps": WARPS, "maxnreg": REGISTERS}
-    finish = {"L": shape, "C": constants(checks), "num_warps": FINISH_WARPS}
     # Launches after the first come up while the one before ends, in batches of any size: measured.
     tail = overlapping(0)
     progressive_attend_kernel[(programs,)](
-        work, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
-        w.candidates, count, SPARE=SPARE, **launch,
+        made.work, plan.k_units, ranking.counts, state.expected, plan.request_slots, w.attended,
+        w.candidates, count, SPARE=SPARE, **made.attend,
     )  # fmt: skip
-    progressive_finish_kernel[(count, 1 + slices)](*check, AGAIN=False, **finish, **tail)
+    progressive_finish_kernel[(count, 1 + slices)](*check, AGAIN=False, **made.finish, **tail)
     progressive_extend_kernel[(programs,)](
-        work, w.attended, w.candidates, w.extended, count, **launch, **tail
+        made.work, w.attended, w.candidates, w.extended, count, **made.attend, **tail
     )
-    progressive_finish_kernel[(count, max(slices, 1))](*check, AGAIN=True, **finish, **tail)
+    progressive_finish_kernel[(count, max(slices, 1))](*check, AGAIN=True, **made.finish, **tail)

@@ -89,21 +89,25 @@ def residual_bounds_reference(
         out[row, read] = ((left.log() + top - margin) / math.log(2)).to(out.dtype)
 
 
-def progressive_decode_attention_reference(
-    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
-    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """See :func:`sglang_sparse_kernels.progressive_decode_attention`."""
-    heads, group, unit = kv.num_heads, kv.group_of(q), ranking.unit
-    windows = ranking.windows
-    acc = accumulate_dtype(q.dtype)
-    device, step = q.device, stop.microbatch // unit
-    head = torch.arange(heads, device=device)[:, None]
-    within = torch.arange(unit, device=device)
-    for row in range(plan.num_rows):
+class RankedRow:
+    """What a row may attend to: its ranked units, then its tail, or what a head has in its place.
+
+    Attributes:
+        units: of the row's domain.
+        counts: int64 [H], ranked units of each list.
+        num_ranked: the largest of them.
+        reads: bool [H], KV heads that have a list.
+    """
+
+    def __init__(
+        self, q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, row: int,
+        softmax: Softmax, held: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Compute the logits; ``held``, int64 [H], says how many units of each list can be read."""
+        heads, unit, acc = kv.num_heads, ranking.unit, accumulate_dtype(q.dtype)
+        device, windows = q.device, ranking.windows
         seq_len, tail_start = int(plan.seq_lens[row]), int(plan.tail_start[row])
-        list_row, epsilon = int(ranking.rows[row]), float(stop.epsilons[row])
-        units = -(-tail_start // unit)
+        list_row = int(ranking.rows[row])
         num_ranked = min(int(plan.k_units[row]), ranking.capacity)
         counts = ranking.counts[list_row].clamp(max=num_ranked).long()
         tail = torch.arange(tail_start, seq_len, device=device).expand(heads, -1)
@@ -118,57 +122,108 @@ def progressive_decode_attention_reference(
             in_tail = torch.cat((in_tail, ~reads[:, None].expand_as(window)), 1)
             tail = torch.cat((tail, window), 1)
         num_ranked = int(counts.max()) if num_ranked else 0
-        in_list = torch.arange(num_ranked, device=device) < counts[:, None]
+        place = torch.arange(num_ranked, device=device)
+        in_list = place < counts[:, None]
         blocks = ranking.indices[list_row, :, :num_ranked].long().where(in_list, 0)
-        selected = (blocks[..., None] * unit + within).flatten(1)
+        selected = (blocks[..., None] * unit + torch.arange(unit, device=device)).flatten(1)
+        if held is not None:
+            in_list = place < held[:, None]
         visible = in_list.repeat_interleave(unit, 1) & (selected < tail_start)
         positions = torch.cat((selected.where(visible, 0), tail), 1)
-        visible = torch.cat((visible, in_tail), 1)
-        slots = kv.slots(row, positions)
-        keys = kv.keys((slots, head), acc).where(visible[..., None], 0)
-        query = q[row].view(heads, group, -1).to(acc)
+        self._visible = torch.cat((visible, in_tail), 1)
+        self._at = kv.slots(row, positions), torch.arange(heads, device=device)[:, None]
+        self._kv, self._acc = kv, acc
+        keys = kv.keys(self._at, acc).where(self._visible[..., None], 0)
+        query = q[row].unflatten(0, (heads, -1)).to(acc)
         logits = softmax.logits(torch.einsum("hgd,hnd->hgn", query, keys))
-        logits = logits.masked_fill(~visible[:, None], float("-inf"))
-        top = logits.amax(-1, keepdim=True)
-        weights = (logits - top).exp()
-        got = torch.zeros_like(counts)
-        if num_ranked:
-            mass = weights[..., : num_ranked * unit].unflatten(-1, (num_ranked, unit)).sum(-1)
-            before = weights[..., num_ranked * unit :].sum(-1, keepdim=True)
-            forced = forced_units(tail_start, unit, stop.always)
-            first = min(prologue_units(forced, step), num_ranked)
-            # One entry a stop check, j microbatches after the prologue.
-            checks = torch.arange(-(-(num_ranked - first) // step) + 1, device=device)
-            place = (first + checks * step).clamp(max=num_ranked)
-            sums = torch.cat((before, before + mass.cumsum(-1)), -1)[..., place]
-            smallest = mass.masked_fill(
-                torch.arange(num_ranked, device=device) < forced, float("inf")
-            )
-            smallest = smallest.cummin(-1).values[..., (place - 1).clamp(min=0)]
-            attended = place.minimum(counts[:, None])  # [heads, checks]
-            left = (units - attended)[:, None]
-            if stop.residual is None:
-                residual = smallest * left
-            else:
-                bound = stop.residual[row, ..., : len(checks)].to(acc) * math.log(2)
-                residual = (bound - top).exp()
-            missing = (residual / (sums + residual)).where(left > 0, 0).nan_to_num(1.0)
-            missing = missing.amax(1) if stop.share == "min" else missing.mean(1)
-            enough = (missing <= 1 - epsilon) & (epsilon < 1) & (checks > 0)
-            at = torch.where(enough.any(1), enough.int().argmax(1), len(checks) - 1)
-            got = attended.gather(1, at[:, None]).squeeze(1)
-            kept = torch.arange(num_ranked, device=device) < got[:, None]
-            weights[..., : num_ranked * unit] *= kept.repeat_interleave(unit, 1)[:, None]
+        self._logits = logits.masked_fill(~self._visible[:, None], float("-inf"))
+        self._tokens, self._unit, self._row = tail_start, unit, row
+        self._place, self._held = place, counts if held is None else held
+        self.units, self.counts = -(-tail_start // unit), counts
+        self.num_ranked, self.reads = num_ranked, reads
+
+    def checks(self, stop: MassStop) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stop checks in their order: one before the first microbatch, one after each.
+
+        A check depends on nothing that is attended to after it, to the bit. One after the last unit
+        that can be read sees no more mass.
+
+        Returns:
+            int64 [H, checks], units that are attended to by then; float64 [H, checks], the share
+            that is missing by then, as is estimated.
+        """
+        step, count, place = stop.microbatch // self._unit, self.num_ranked, self._place
+        logits = self._logits.double()
+        # Every head attends to its tail, whatever follows.
+        shift = logits[..., count * self._unit :].amax(-1, keepdim=True)
+        weights = (logits - shift).exp()
+        mass = weights[..., : count * self._unit].unflatten(-1, (count, self._unit)).sum(-1)
+        before = weights[..., count * self._unit :].sum(-1, keepdim=True)
+        forced = forced_units(self._tokens, self._unit, stop.always)
+        first = min(prologue_units(forced, step), count)
+        checks = torch.arange(-(-(count - first) // step) + 1, device=place.device)
+        after = (first + checks * step).clamp(max=count)
+        sums = torch.cat((before, before + mass.cumsum(-1)), -1)[..., after]
+        no_rank = (place < forced) | (place >= self._held[:, None])
+        smallest = mass.masked_fill(no_rank[:, None], float("inf"))
+        smallest = smallest.cummin(-1).values[..., (after - 1).clamp(min=0)]
+        attended = after.minimum(self.counts[:, None])
+        left = (self.units - attended)[:, None]
+        if stop.residual is None:
+            residual = smallest * left
+        else:
+            bound = stop.residual[self._row, ..., : len(checks)].double() * math.log(2)
+            residual = (bound - shift).exp()
+        missing = (residual / (sums + residual)).where(left > 0, 0).nan_to_num(1.0)
+        return attended, missing.amax(1) if stop.share == "min" else missing.mean(1)
+
+    def output(self, got: torch.Tensor) -> torch.Tensor:
+        """Attention to ``got`` (int64 [H]) units of each list, and to the tail: [H * G, D]."""
+        kept = (self._place < got[:, None]).repeat_interleave(self._unit, 1)
+        kept = torch.nn.functional.pad(
+            kept, (0, self._visible.shape[1] - kept.shape[1]), value=True
+        )
+        kept &= self._visible
+        weights = self._logits.masked_fill(~kept[:, None], float("-inf")).softmax(-1)
+        values = self._kv.values(self._at, self._acc).where(kept[..., None], 0)
+        return torch.einsum("hgn,hnd->hgd", weights, values).flatten(0, 1)
+
+    def count(
+        self, heads: torch.Tensor, got: torch.Tensor, missing: torch.Tensor, epsilon: float,
+        counters: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Add stops of ``heads``, and the shares missing there (all [H]), to the counters."""
+        got, missing = got[heads], missing[heads]
+        capped = (missing > 1 - epsilon) & (got < self.units)
+        share_ppm = ((1 - missing) * 1e6).round()
+        lists, attended = len(got), int(got.sum())
+        added = [lists, attended, lists * self.units, int(share_ppm.sum()), int(capped.sum())]
+        counters.add_(torch.tensor(added, device=counters.device))
+
+
+def stop_at(missing: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """The first check (int64 [H]) at which no more than 1 - epsilon is missing; else the last."""
+    enough = (missing <= 1 - epsilon) & (epsilon < 1)
+    enough[:, 0] = False
+    return torch.where(enough.any(1), enough.int().argmax(1), missing.shape[1] - 1)
+
+
+def progressive_decode_attention_reference(
+    q: torch.Tensor, kv: KVView, plan: DecodePlan, ranking: Lists, stop: MassStop,
+    state: StopState, *, softmax: Softmax, out: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """See :func:`sglang_sparse_kernels.progressive_decode_attention`."""
+    for row in range(plan.num_rows):
+        epsilon = float(stop.epsilons[row])
+        ranked = RankedRow(q, kv, plan, ranking, row, softmax)
+        got = torch.zeros_like(ranked.counts)
+        if ranked.num_ranked:
+            attended, missing = ranked.checks(stop)
+            at = stop_at(missing, epsilon)[:, None]
+            got = attended.gather(1, at)[:, 0]
             if state.counters is not None:
-                final = missing.gather(1, at[:, None]).squeeze(1)[reads]
-                capped = (final > 1 - epsilon) & (got[reads] < units)
-                share_ppm = ((1 - final) * 1e6).round()
-                lists = int(reads.sum())
-                sums_of = (got.sum(), lists * units, share_ppm.sum(), capped.sum())
-                state.counters.add_(torch.tensor([lists, *map(int, sums_of)], device=device))
-        state.reached[list_row] = got.int()
+                final = missing.gather(1, at)[:, 0]
+                ranked.count(ranked.reads, got, final, epsilon, state.counters)
+        state.reached[int(ranking.rows[row])] = got.int()
         if out is not None:
-            values = kv.values((slots, head), acc).where(visible[..., None], 0)
-            weights /= weights.sum(-1, keepdim=True)
-            result = torch.einsum("hgn,hnd->hgd", weights, values)
-            out[row] = result.reshape(heads * group, -1).to(out.dtype)
+            out[row] = ranked.output(got).to(out.dtype)

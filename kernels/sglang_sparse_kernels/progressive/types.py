@@ -22,6 +22,10 @@ COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 """Sums that the device keeps over sparse rows and KV heads: their number, units attended to, units
 of their domains, estimated shares, and lists that ended before their share was reached."""
 
+ROUNDS = 4
+"""Rounds of attention whose KV is fetched round by round: what the last step took, twice as much,
+four times, all."""
+
 MAX_PROLOGUE_CHUNKS = 32
 """Most chunks before the first microbatch. In a dense row they hold the whole context."""
 
@@ -139,6 +143,12 @@ class ProgressiveWorkspace:
         check_fits(batch_size, self.lse)
         return ProgressiveWorkspace(
             **{field.name: getattr(self, field.name)[:batch_size] for field in fields(self)}
+        )
+
+    def heads_as_rows(self) -> "ProgressiveWorkspace":
+        """A view with a row for each row and KV head."""
+        return ProgressiveWorkspace(
+            **{f.name: getattr(self, f.name).flatten(0, 1).unsqueeze(1) for f in fields(self)}
         )
 
     def nbytes(self) -> int:

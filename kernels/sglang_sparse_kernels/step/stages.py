@@ -215,17 +215,22 @@ class AttendUntil:
         """Write the step's output and the counts of its lists."""
         self._run(step, step.out)
 
-    def _run(self, step: StepContext, out: torch.Tensor | None) -> None:
+    def of(self, step: StepContext) -> tuple[Lists, MassStop, StopState]:
+        """The ranking, when its rows stop, and where that is written."""
         rows, residual = step.plan.num_rows, self.stop.residual
         stop = replace(
             self.stop,
             epsilons=self.stop.epsilons[step.rows][:rows],
             residual=None if residual is None else residual[:rows],
         )
+        state = StopState(step.lists.counts, self.expected, self.counters)
+        return replace(step.lists, counts=self.ranked), stop, state
+
+    def _run(self, step: StepContext, out: torch.Tensor | None) -> None:
+        ranking, stop, state = self.of(step)
         progressive_decode_attention(
-            step.q, step.kv, step.plan, replace(step.lists, counts=self.ranked), stop,
-            StopState(step.lists.counts, self.expected, self.counters), softmax=step.softmax,
-            out=out, workspace=self.workspace, impl=step.impl,
+            step.q, step.kv, step.plan, ranking, stop, state, softmax=step.softmax, out=out,
+            workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
 

@@ -246,6 +246,7 @@ class MassRun:
             pages = build.cuboids(layer, plane)
             margin = self._choice.margin
             stages.append(BoundResidual(pages, scores, margin, ranked, self._cuboid_bounds, stop))
-        last_stage = AttendUntil if attends else FindStop
-        stages.append(last_stage(stop, ranked, expected, self.counters.row(layer), self._workspace))
+        kind = AttendUntil if attends else FindStop
+        last_stage = kind(stop, ranked, expected, self.counters.row(layer), self._workspace)
+        stages.append(build.attend_until(layer, last_stage) if attends else last_stage)
         return stages

@@ -63,13 +63,6 @@ class OnHost(PlacementChoice):
                 allowed="a score of pages: page_minmax or page_mean",
                 remedy=f"set score, {_DROP}",
             )
-        if point.budget.stops_by_attending:
-            raise InvalidConfig(
-                f"what budget.kind {point.budget.kind} attends to shows only while it attends, and "
-                f"placement.kind {self.kind} looks it up before",
-                allowed="budget.kind tokens or fraction",
-                remedy=f"set budget, {_DROP}",
-            )
         if point.prefill.sparse_from is not None:
             raise InvalidConfig(
                 f"prefill.kind {point.prefill.kind} does not go with placement.kind {self.kind}",

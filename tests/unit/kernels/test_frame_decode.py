@@ -12,6 +12,7 @@ from sglang_sparse_kernels import (
     Attend,
     AttendFrames,
     DecodePlan,
+    Fetch,
     KVView,
     Lists,
     Softmax,
@@ -106,7 +107,7 @@ class Decoding:
                 stored.view(torch.uint8)[layer, slots] = fresh.contiguous().view(torch.uint8)
             store_tokens(self.pool, layer, k, v, slots, impl=self.impl)
             kv = KVView(self.k[layer], self.v[layer], plan.page_table, P)
-            fetch = AttendFrames(self.pool, self.host, layer, self.found, self.workspace)
+            fetch = AttendFrames(Fetch(self.pool, self.host, layer, self.found), self.workspace)
             pair = []
             for stage in (fetch, Attend(self.workspace)):
                 out = torch.full((ROWS, HEADS * GROUP, DIM), NAN, device=DEVICE).bfloat16()

@@ -38,6 +38,7 @@ from sglang_sparse_kernels.frames import (
     release_pages,
 )
 from sglang_sparse_kernels.frames.types import MISSING
+from sglang_sparse_kernels.records import ListSpan
 
 PAGES, LAYERS = 12, 2
 IMPLS = ("torch", "cpu", "triton")
@@ -109,6 +110,7 @@ class Schedules(RuleBasedStateMachine):
         lengths = [rng.randint(t + 1, (t // size + self.tail_pages) * size) for t in tails]
         k_units = rng.randint(1, self.list_units)
         plan = make_plan(lengths, tails, k_units)
+        plan.request_slots.copy_(on_device(rng.sample(range(9), rows)))
         units = range(max_pages * size // self.unit)
         indices = [
             [rng.choices(units, k=self.list_units) for _ in range(self.heads)] for _ in range(rows)
@@ -120,27 +122,59 @@ class Schedules(RuleBasedStateMachine):
             None if self.head_map is None else on_device(self.head_map),
         )  # fmt: skip
 
-        asked, where = [], []
-        for row in range(rows):
-            for head in range(self.heads):
-                one = head if self.head_map is None else self.head_map[head]
-                pages = []
-                if tails[row]:
-                    kept = min(k_units, counts[list_rows[row]][one])
-                    listed = indices[list_rows[row]][one][:kept]
-                    pages += [u * self.unit // size for u in listed if u * self.unit < tails[row]]
-                pages += range(tails[row] // size, -(-lengths[row] // size))
-                for page in pages:
-                    block = (layer * PAGES + table[row][page]) * self.heads + head
-                    asked.append(block)
-                    where.append((row * self.heads + head, page, block))
+        table_of, where = on_device(table), []
+        for part in self.parts(rng, rows):
+            asked = []
+            for row in range(rows):
+                for head in range(self.heads):
+                    one = head if self.head_map is None else self.head_map[head]
+                    first, last = (0, self.list_units) if part is None else part[row][head]
+                    pages = []
+                    if tails[row]:
+                        kept = min(k_units, counts[list_rows[row]][one], last)
+                        listed = indices[list_rows[row]][one][first:kept]
+                        read = (unit * self.unit for unit in listed)
+                        pages += [token // size for token in read if token < tails[row]]
+                    if not where:
+                        pages += range(tails[row] // size, -(-lengths[row] // size))
+                    for page in pages:
+                        block = (layer * PAGES + table[row][page]) * self.heads + head
+                        asked.append((row * self.heads + head, page, block))
+            span = None
+            if part is not None:
+                ends = on_device(part)
+                span = ListSpan(ends[..., 0].contiguous(), ends[..., 1].contiguous(), not where)
+            where += asked
+            self.find(asked, (layer, table_of, plan, lists), span)
+        page_table = self.found.rows(self.pool, rows).page_table.cpu()
+        for row_head, page, block in where:
+            assert page_table[row_head, page] == self.oracle.frame_of(block)
+        plans = self.found.rows(self.pool, rows)
+        for name in ("seq_lens", "tail_start", "k_units"):
+            assert torch.equal(
+                getattr(plans, name), getattr(plan, name).repeat_interleave(self.heads)
+            )
+        slots = [slot * self.heads + h for slot in plan.request_slots for h in range(self.heads)]
+        assert plans.request_slots.tolist() == slots
+
+    def parts(self, rng, rows):
+        """Whole lists, or one part of each after the other; the last of them may be left out."""
+        if rng.random() < 0.5:
+            return [None]
+        cuts = [
+            [sorted(rng.choices(range(self.list_units + 1), k=3)) for _ in range(self.heads)]
+            for _ in range(rows)
+        ]
+        begins = [[[(0, one[0]) for one in row] for row in cuts]]
+        return begins + [[[(one[i], one[i + 1]) for one in row] for row in cuts] for i in range(2)]
+
+    def find(self, asked, batch, span):
+        """One lookup of what the oracle is asked for, too: (row and head, page, block) each."""
+        asked = [block for _, _, block in asked]
         in_use, held = set(self.oracle.used), dict(self.oracle.held)
         owners = self.pool.owner.tolist()
         loaded = self.oracle.look_up(asked)
-
-        find_frames(
-            self.pool, layer, on_device(table), plan, lists, found=self.found, impl=self.impl
-        )
+        find_frames(self.pool, *batch, found=self.found, impl=self.impl, span=span)
         load_blocks(self.pool, self.host, self.found, impl=self.impl)
         count = int(self.found.num_missing)
         pairs = torch.stack((self.found.missing[:count], self.found.victims[:count]), 1)
@@ -154,14 +188,8 @@ class Schedules(RuleBasedStateMachine):
                 self.seen.add("released before")
             if asked.count(block) > 1:
                 self.seen.add("missing twice")
-        page_table = self.found.rows(self.pool, rows).page_table.cpu()
-        for row_head, page, block in where:
-            assert page_table[row_head, page] == self.oracle.frame_of(block)
-        plans = self.found.rows(self.pool, rows)
-        for name in ("seq_lens", "tail_start", "k_units"):
-            assert torch.equal(
-                getattr(plans, name), getattr(plan, name).repeat_interleave(self.heads)
-            )
+            if span is not None and not span.tails:
+                self.seen.add("in a later part")
 
     @rule(pages=st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=6, unique=True))
     def write_anew(self, pages):
@@ -220,7 +248,7 @@ class Schedules(RuleBasedStateMachine):
         assert set(before) <= self.oracle.used
 
 
-HARD_CASES = {"evicted", "empty", "released before", "missing twice"}
+HARD_CASES = {"evicted", "empty", "released before", "missing twice", "in a later part"}
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -33,6 +33,14 @@ IMPL: Impl = "triton" if HAS_GPU else "cpu"
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
 SLOTS, CONTEXT = 4, 160
 ROOMY = 1 << 30
+_MASS = {"kind": "mass", "epsilon": 0.7, "cap": 112, "microbatch": 16}
+# Changes of a config: until a share is reached, by what was seen, by bounds and by scores.
+BUDGETS: dict[str, dict[str, Any]] = {
+    "tokens": {},
+    "mass": {"score": {"kind": "page_mean", "logical_page": 16}, "budget": _MASS},
+    "bounds": {"budget": _MASS | {"estimator": "upper_bound", "epsilon": 0.1}},
+    "scores": {"budget": _MASS | {"estimator": "scored", "margin": 2.0, "share": "mean"}},
+}
 
 
 def make_config(page: int = 16, **changes: Any) -> SparseConfig:
@@ -85,6 +93,7 @@ class Side:
     decode: DecodeSteps
     extend: ExtendSteps
     programs: dict[int, Any]
+    budget: Any
 
 
 class Twins:
@@ -114,7 +123,8 @@ class Twins:
 
     def _side(self, base: Any, pages: int, decode: Any, extend: Any) -> Side:
         config = self.config
-        pool: Any = bind_pool_class(PlaneSpec(config.score.planes()), IMPL, base)(
+        spec = PlaneSpec((*config.score.planes(), *config.budget.planes(config.score)))
+        pool: Any = bind_pool_class(spec, IMPL, base)(
             (pages - 1) * self.page, page_size=self.page, dtype=torch.bfloat16, head_num=HEADS,
             head_dim=DIM, layer_num=LAYERS, device=DEVICE.type, enable_memory_saver=False,
             start_layer=0, end_layer=LAYERS,
@@ -132,6 +142,7 @@ class Twins:
             decode(config, build, budget, programs, requests, self.table, None),
             extend(build, None, requests, self.table, torch.bfloat16),
             programs,
+            budget,
         )  # fmt: skip
 
     def _with_frames(self, build: Any, pool: Any) -> Any:

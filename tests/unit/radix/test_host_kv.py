@@ -7,7 +7,7 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
-from host_kv_harness import CONTEXT, Twins, make_config
+from host_kv_harness import BUDGETS, CONTEXT, Twins, make_config
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -25,11 +25,16 @@ class Schedules(RuleBasedStateMachine):
     twins: Twins | None = None
 
     @initialize(
-        page=st.sampled_from((16, 32)), every=st.sampled_from((1, 3)), seed=st.integers(0, 99)
+        page=st.sampled_from((16, 32)),
+        every=st.sampled_from((1, 3)),
+        budget=st.sampled_from(list(BUDGETS)),
+        seed=st.integers(0, 99),
     )
-    def start(self, page: int, every: int, seed: int) -> None:
+    def start(self, page: int, every: int, budget: str, seed: int) -> None:
         """Few frames, few pages."""
-        config = make_config(page, cadence={"kind": "steps", "every": every})
+        # Bounds are of the step that selects.
+        every = 1 if budget in ("bounds", "scores") else every
+        config = make_config(page, cadence={"kind": "steps", "every": every}, **BUDGETS[budget])
         self.twins = Twins(config, pages=3 * CONTEXT // page + 2, seed=seed)
 
     @precondition(lambda self: self.twins is not None and self.twins.can_begin())
@@ -82,9 +87,16 @@ def test_any_schedule_has_the_bits_of_resident_kv() -> None:
     )
 
 
-@pytest.mark.parametrize(("page", "steps"), [(16, 1000), (64, 200)])
-def test_many_steps_have_the_bits_of_resident_kv(page: int, steps: int) -> None:
-    rng, twins = Random(page), Twins(make_config(page), pages=6 * CONTEXT // page, seed=page)
+@pytest.mark.parametrize(
+    ("budget", "page", "steps"),
+    [
+        ("tokens", 16, 1000), ("tokens", 64, 200),
+        ("mass", 16, 1000), ("mass", 64, 200), ("bounds", 32, 200), ("scores", 16, 200),
+    ],
+)  # fmt: skip
+def test_many_steps_have_the_bits_of_resident_kv(budget: str, page: int, steps: int) -> None:
+    config = make_config(page, **BUDGETS[budget])
+    rng, twins = Random(page), Twins(config, pages=6 * CONTEXT // page, seed=page)
     for number in range(steps):
         while twins.can_begin() and rng.random() < 0.5:
             prefix = rng.choice([None, *twins.prefixes])
@@ -102,3 +114,7 @@ def test_many_steps_have_the_bits_of_resident_kv(page: int, steps: int) -> None:
     assert counts["hits"] > counts["loads"] > 0
     assert counts["unserved"] == 0
     assert counts["loaded_bytes"] == counts["loads"] * twins.frames.block_bytes
+    if budget != "tokens":
+        stops = [side.budget.counters.read() for side in (twins.resident, twins.hosted)]
+        assert stops[0] == stops[1]
+        assert all(layer["blocks"] < layer["domain_blocks"] for layer in stops[0].values())
