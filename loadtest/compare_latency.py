@@ -37,13 +37,17 @@ CONFIGURATIONS = {
     **{method: [*SPARSE, "--sparse-method", method] for method in METHODS},
 }
 # The same selections with KV on the device and in host memory; measured only if they are named.
-PAGES = {"layers": {"kind": "every"}, "page_size": 16, "min_sparse_tokens": 2048}
+PAGES: dict[str, dict[str, object]] = {
+    "page_minmax": {"layers": {"kind": "every"}, "page_size": 16, "min_sparse_tokens": 2048},
+    "psa": {"budget": {"cap": 2048}, "page_size": 32, "min_sparse_tokens": 2048},
+}
 ON_HOST = {"kind": "host", "device_bytes": 16 << 30, "host_bytes": 96 << 30}
 PLACEMENTS = {
-    f"page_minmax_{where}": [
-        *("--attention-backend", "sparse", "--sparse-method", "page_minmax"),
-        *("--sparse-config", json.dumps(PAGES | placement)),
+    f"{method}_{where}": [
+        *("--attention-backend", "sparse", "--sparse-method", method),
+        *("--sparse-config", json.dumps(pages | placement)),
     ]
+    for method, pages in PAGES.items()
     for where, placement in {"on_device": {}, "on_host": {"placement": ON_HOST}}.items()
 }
 START_SECONDS = 400
