@@ -7,8 +7,9 @@ noted and neither compiled nor launched. Processes without a GPU then compile wh
 disk lacks, and the first launch finds it there.
 
 Seams (Triton 3.6 and 3.8): ``runtime/jit.py: JITFunction.run``, ``_do_compile``;
-``compiler/compiler.py: compile``, ``ASTSource``, ``make_backend``; ``runtime/cache.py:
-get_cache_key``, ``get_cache_manager``.
+``compiler/compiler.py: compile``, ``ASTSource``, ``make_backend``,
+``CompiledKernel._init_handles``; ``runtime/cache.py: get_cache_key``, ``get_cache_manager``;
+``backends/nvidia/driver.py: CudaLauncher``, ``make_launcher`` (3.6 alone).
 """
 
 from __future__ import annotations
@@ -70,8 +71,16 @@ class Kernel:
         return file in (manager.get_group(file) or {})
 
     def compile(self) -> None:
-        """Compile it into Triton's cache; needs no GPU."""
-        compile(self.source(), target=self.target, options=self.options.__dict__)
+        """Compile it and what launches it into Triton's cache; needs no GPU.
+
+        Triton 3.6 launches it by a C program for its arguments, which the first launch would build;
+        Triton 3.8 has one for all kernels.
+        """
+        from triton.backends.nvidia import driver as nvidia
+
+        kernel = compile(self.source(), target=self.target, options=self.options.__dict__)
+        if hasattr(nvidia, "make_launcher"):
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 @dataclass(frozen=True)

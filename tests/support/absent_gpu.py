@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's compiler for a GPU that is not there: kernels compile, and cannot be launched.
 
-For processes of their own, that have ``TRITON_INTERPRET=0``.
+For processes of their own, that have :func:`environment`.
 """
 
 from __future__ import annotations
+
+import subprocess
+from pathlib import Path
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -30,3 +33,18 @@ class AbsentGPU:
 def compile_for_absent_gpu() -> None:
     """From here on, Triton compiles for :class:`AbsentGPU`; tensors lie on the CPU."""
     driver.set_active(AbsentGPU())
+
+
+# What launchers link with; nothing of it is called.
+_CUDA = """cuCtxGetCurrent cuCtxSetCurrent cuDeviceGet cuDevicePrimaryCtxRetain cuFuncSetAttribute
+cuGetErrorString cuPointerGetAttribute"""
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Variables of a process that compiles; ``folder`` gets a driver library, in name alone."""
+    source = folder / "cuda.c"
+    source.write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in _CUDA.split()))
+    command = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)]
+    subprocess.run(command, check=True)
+    paths = dict.fromkeys(("TRITON_LIBCUDA_PATH", "LD_LIBRARY_PATH"), str(folder))
+    return {"TRITON_INTERPRET": "0", **paths}

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from absent_gpu import environment
 
 pytestmark = pytest.mark.sglang  # the program below imports it
 
@@ -160,12 +161,14 @@ def test_no_batch_launches_what_was_not_rehearsed() -> None:
 
 @pytest.mark.skipif(version("sglang") != "0.5.17", reason="refused with this version of SGLang")
 @pytest.mark.parametrize("budget", ["tokens", "scores"])
-def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed(budget: str) -> None:
+def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed(
+    budget: str, tmp_path: Path
+) -> None:
     tests = Path(__file__).parents[1]
     folders = [str(tests / "support"), str(tests / "unit" / "radix"), *sys.path]
     done = subprocess.run(
         [sys.executable, "-c", HOSTED, budget], check=False, capture_output=True, text=True,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(folders)},
+        env=os.environ | environment(tmp_path) | {"PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])

@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from absent_gpu import environment
 
 # Prints a JSON object a line. What would be launched are the plans of decode steps.
 PROGRAM = """
@@ -68,12 +70,12 @@ if "break" not in sys.argv:
 """
 
 
-def told(cache: Path, *arguments: str) -> list[dict[str, object]]:
+def told(folder: Path, *arguments: str) -> list[dict[str, object]]:
     path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], check=False, capture_output=True, text=True,
-        env=os.environ
-        | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": path},
+        env=os.environ | environment(folder)
+        | {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -91,6 +93,9 @@ def test_processes_compile_each_kernel_once_and_the_first_launch_finds_it(tmp_pa
     assert second["steps"] == first["steps"]
     assert outputs["untouched"]
     assert launches["hits"] == [True] * 3
+    # Kernels of one kind of arguments share what launches them; Triton 3.8 has one for all.
+    launchers = 2 if version("triton").startswith("3.6.") else 0
+    assert len(list(tmp_path.glob("**/__triton_launcher*.so"))) == launchers
 
 
 @pytest.mark.parametrize(
