@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from sglang_sparse.research.model import Attend, ReferenceModel, rope_tables
+from sglang_sparse.research.model import Attend, ReferenceModel, dense_attention, rope_tables
 from sglang_sparse.research.policies import (
     PLANES,
     WINDOW,
     Cache,
-    Kind,
     Policy,
+    Storage,
     attend,
     kept_share,
     layer_mask,
+    stored,
     window_mask,
 )
 
@@ -36,6 +37,7 @@ class Decoder:
         window: What cut heads see: its sinks and recent tokens.
         shares: A list to fill with the true share of the attention that each sparse step of a
             layer reached, ``[rows, kv_heads, group]``; None for not at all.
+        plane_dtype: What the ends of pages are rounded to; at first that of the rows.
         masks: What each sparse layer attended to in the last step, bool ``[rows, kv_heads,
             tokens]``; None for not kept.
         watch: Called in each sparse layer before it selects, with its number, queries, cache and
@@ -46,6 +48,8 @@ class Decoder:
     shares: list[Tensor] | None = None
     masks: dict[int, Tensor] | None = None
     watch: Watch | None = None
+    planes: list[Planes]
+    sketch: list[Tensor]
 
     def __init__(
         self,
@@ -54,14 +58,17 @@ class Decoder:
         room: int,
         rows: int = 16,
         prefill: Attend | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Prefill ``prompts`` (``rows`` at a time) and leave ``room`` for new tokens.
 
         The last prompt token is prefilled like the others, as a server does. Layers that
-        ``prefill`` does not change are dense.
+        ``prefill`` does not change are dense. All attention reads K and V as rows of ``kv_dtype``
+        hold them; by default they are those that the model computes.
         """
         self.model = model
         self.attend_prompt = prefill
+        self.kv_dtype = self.plane_dtype = kv_dtype
         parameter = next(model.parameters())
         self.device = parameter.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
@@ -78,8 +85,8 @@ class Decoder:
             for start in range(0, len(prompts), rows):
                 firsts.append(self._prefill(prompts[start : start + rows], start))
             self.first = torch.cat(firsts)
-        self.k8 = self.k.to(torch.float8_e4m3fn).to(self.dtype)
-        self._prefix_planes: dict[tuple[Kind, int], list[Planes]] = {}
+        self._prefix_planes: dict[tuple[str, int, torch.dtype | None], list[Planes]] = {}
+        self._sketches: dict[Storage, list[Tensor]] = {}
 
     def _prefill(self, prompts: Sequence[Sequence[int]], start: int) -> Tensor:
         longest = max(map(len, prompts))
@@ -88,14 +95,33 @@ class Decoder:
             ids[i, : len(prompt)] = torch.tensor(prompt)
         kept: list[tuple[Tensor, Tensor]] = []
         hidden = self.model(
-            ids.to(self.device), self.dtype, self.tables, kept, attend=self.attend_prompt
+            ids.to(self.device), self.dtype, self.tables, kept, attend=self._attend_rows
         )
         stop = start + len(prompts)
         for layer, (k, v) in enumerate(kept):
-            self.k[layer, start:stop, :, :longest] = k.transpose(1, 2)
-            self.v[layer, start:stop, :, :longest] = v.transpose(1, 2)
+            self.k[layer, start:stop, :, :longest] = self._row(k.transpose(1, 2))
+            self.v[layer, start:stop, :, :longest] = self._row(v.transpose(1, 2))
         rows = torch.arange(len(prompts), device=self.device)
         return self.model.logits(hidden[rows, self.prompt_lengths[start:stop] - 1]).argmax(-1)
+
+    def _attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (self.attend_prompt or dense_attention)(layer, q, self._row(k), self._row(v))
+
+    def _row(self, computed: Tensor) -> Tensor:
+        """Keys or values as rows of the pool hold them."""
+        return computed if self.kv_dtype is None else computed.to(self.kv_dtype).to(self.dtype)
+
+    def _ends(self, policy: Policy, keys: Tensor, lengths: Tensor) -> Planes:
+        """Planes of pages ``[B, G, pages, D]`` of ``keys [B, G, L, D]``, as they are kept."""
+        low, high = PLANES[policy.kind](keys, lengths, policy.page)
+        if self.plane_dtype is None:
+            return low, high
+        # No fp8 number is infinite, as the ends of empty pages are.
+        low, high = (
+            end.to(self.plane_dtype).to(self.dtype).where(end.isfinite(), end)
+            for end in (low, high)
+        )
+        return low, high
 
     @torch.no_grad()
     def generate(self, policy: Policy, end: int, cut: Tensor | None = None) -> list[list[int]]:
@@ -108,7 +134,7 @@ class Decoder:
         """
         tokens, lengths = self.first.clone(), self.prompt_lengths.clone()
         out = [tokens]
-        self.planes = [(low.clone(), high.clone()) for low, high in self._planes_of(policy)]
+        self._start(policy)
         over = tokens == end
         layers = self.model.config.layers
         sums = torch.zeros(layers, len(tokens), dtype=torch.float64, device=self.device)
@@ -136,7 +162,7 @@ class Decoder:
         A layer that attends to everything and selects for others alone is left out.
         """
         lengths = self.prompt_lengths.clone()
-        self.planes = [(low.clone(), high.clone()) for low, high in self._planes_of(policy)]
+        self._start(policy)
         for tokens in given.to(self.device).T:
             self.masks = {}
             self._step(tokens, lengths, policy, None, [])
@@ -146,16 +172,19 @@ class Decoder:
             lengths = lengths + 1
         self.masks = None
 
-    def _planes_of(self, policy: Policy) -> list[Planes]:
-        """Planes of the prompts that ``policy`` scores with, one pair a layer; made once."""
-        if policy.kind not in PLANES:
-            return []
-        key = (policy.kind, policy.page)
-        if key not in self._prefix_planes:
-            make = PLANES[policy.kind]
-            planes = [make(k, self.prompt_lengths, policy.page) for k in self.k]
-            self._prefix_planes[key] = planes
-        return self._prefix_planes[key]
+    def _start(self, policy: Policy) -> None:
+        """Take what ``policy`` scores the prompts with, for each layer; it is made once."""
+        self.planes, self.sketch = [], []
+        if policy.kind in PLANES:
+            key = (policy.kind, policy.page, self.plane_dtype)
+            if key not in self._prefix_planes:
+                made = [self._ends(policy, k, self.prompt_lengths) for k in self.k]
+                self._prefix_planes[key] = made
+            self.planes = [(low.clone(), high.clone()) for low, high in self._prefix_planes[key]]
+        if policy.kind == "sparcas":
+            if policy.storage not in self._sketches:
+                self._sketches[policy.storage] = [stored(k, policy.storage) for k in self.k]
+            self.sketch = self._sketches[policy.storage]  # rows after the prompt are written anew
 
     def _step(
         self,
@@ -175,11 +204,15 @@ class Decoder:
         for index in range(c.layers):
             layer = model.layer(index)
             q, k, v = layer.project(x, cos, sin)
-            self._write(index, rows, lengths, k, v)
+            k, v = self._row(k), self._row(v)
+            self.k[index, rows, :, lengths], self.v[index, rows, :, lengths] = k, v
             planes = self.planes[index] if self.planes else None
             if planes is not None:
                 self._update(planes, policy, index, rows, lengths)
-            cache = Cache(self.k[index], self.v[index], self.k8[index], planes)
+            sketch = self.sketch[index] if self.sketch else None
+            if sketch is not None:
+                sketch[rows, :, lengths] = stored(k, policy.storage)
+            cache = Cache(self.k[index], self.v[index], sketch, planes)
             sparse = policy.kind != "dense" and index >= policy.dense_layers
             if self.watch is not None and sparse:
                 self.watch(index, q, cache, now)
@@ -194,15 +227,11 @@ class Decoder:
             x = layer.finish(x, attend(q, cache, mask))
         return model.logits(x).argmax(-1)
 
-    def _write(self, index: int, rows: Tensor, at: Tensor, k: Tensor, v: Tensor) -> None:
-        self.k[index, rows, :, at], self.v[index, rows, :, at] = k, v
-        self.k8[index, rows, :, at] = k.to(torch.float8_e4m3fn).to(self.dtype)
-
     def _update(self, planes: Planes, policy: Policy, index: int, rows: Tensor, at: Tensor) -> None:
         """Make the page of position ``at`` of each row anew."""
         page = at // policy.page
         slots = (page * policy.page)[:, None] + torch.arange(policy.page, device=self.device)
         keys = self.k[index][rows[:, None], :, slots].transpose(1, 2)  # [B, G, page, D]
-        ends = PLANES[policy.kind](keys, at % policy.page + 1, policy.page)
+        ends = self._ends(policy, keys, at % policy.page + 1)
         for plane, end in zip(planes, ends, strict=True):
             plane[rows, :, page] = end[:, :, 0]

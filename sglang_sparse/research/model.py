@@ -178,6 +178,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+def dense_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend causally to everything, in any layer."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Body(nn.Module):
     """Embedding, layers and final norm."""
 
@@ -233,7 +238,7 @@ class ReferenceModel(nn.Module):
         ``keep`` collects each layer's rotated K and V, ``[B, T, kv_heads, D]``, ``trace`` Q and K.
         ``attend`` takes the place of dense causal attention.
         """
-        c = self.config
+        c, attend = self.config, attend or dense_attention
         batch, length = ids.shape
         cos, sin = tables or rope_tables(c, length, ids.device)
         cos, sin = (t[:length].to(dtype).repeat(batch, 1) for t in (cos, sin))
@@ -250,9 +255,6 @@ class ReferenceModel(nn.Module):
                     (q.view(batch, length, *q.shape[1:]), k.view(batch, length, *k.shape[1:]))
                 )
             q, k, v = (t.view(batch, length, -1, c.head_dim).transpose(1, 2) for t in (q, k, v))
-            if attend is None:
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            else:
-                out = attend(index, q, k, v)
+            out = attend(index, q, k, v)
             x = layer.finish(x, out.transpose(1, 2).reshape(batch * length, -1))
         return x.view(batch, length, -1)

@@ -131,12 +131,12 @@ def stored(k: Tensor, storage: Storage) -> Tensor:
     return ((k.float() / scale).round().clamp(-most, most) * scale).to(k.dtype)
 
 
-def sparcas_scores(q: Tensor, k8: Tensor, channels: int) -> Tensor:
+def sparcas_scores(q: Tensor, sketch: Tensor, channels: int) -> Tensor:
     """``[B, G, group, L]``: products over the channels with the group's largest sum of ``|q|``."""
-    heads = grouped(q, k8)
+    heads = grouped(q, sketch)
     chosen = heads.float().abs().sum(2).topk(channels, dim=-1).indices
     kept = torch.zeros_like(heads[:, :, 0]).scatter_(-1, chosen, 1.0)
-    return product(heads * kept[:, :, None], k8.transpose(2, 3))
+    return product(heads * kept[:, :, None], sketch.transpose(2, 3))
 
 
 def page_planes(k: Tensor, lengths: Tensor, page: int) -> tuple[Tensor, Tensor]:
@@ -196,12 +196,13 @@ def keep_best(scores: Tensor, always: Tensor, valid: Tensor, count: int) -> Tens
 class Cache:
     """One layer's keys and values, and what policies score with.
 
-    ``k8`` (K after a round trip through fp8 e4m3) and ``planes`` are made on demand when ``None``.
+    ``sketch`` (K after a round trip through the policy's storage) and ``planes`` are made on demand
+    when ``None``.
     """
 
     k: Tensor
     v: Tensor
-    k8: Tensor | None = None
+    sketch: Tensor | None = None
     planes: tuple[Tensor, Tensor] | None = None
 
 
@@ -253,9 +254,8 @@ def _unit_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Te
     if policy.kind in PLANES:
         planes = cache.planes or PLANES[policy.kind](cache.k, lengths, policy.page)
         return page_scores(q, planes)
-    kept = cache.k8 if policy.storage == "fp8" else None
-    k8 = stored(cache.k, policy.storage) if kept is None else kept
-    return sparcas_scores(q, k8, policy.channels)
+    sketch = stored(cache.k, policy.storage) if cache.sketch is None else cache.sketch
+    return sparcas_scores(q, sketch, policy.channels)
 
 
 def layer_mask(
