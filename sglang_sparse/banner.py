@@ -24,9 +24,15 @@ def text(facts: Facts) -> str:
         f"{_drafts(facts.step_tokens)}"
         f"inner backend {facts.inner_backend}; page size {facts.page_size}; "
         f"KV in {facts.kv_cache_dtype}, "
-        f"planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV), "
+        f"planes {plane_bytes / 2**20:.1f} MiB ({share:.1%} of KV{_sketch(facts)}), "
         f"state {facts.state_bytes / 2**20:.1f} MiB; sglang {facts.sglang} ({tested})"
     )
+
+
+def _sketch(facts: Facts) -> str:
+    """The element type of the sketch; nothing without one."""
+    kept = facts.plane_dtypes.get("key_sketch")
+    return "" if kept is None else f", sketch in {kept}"
 
 
 def _drafts(tokens: int) -> str:

@@ -30,6 +30,7 @@ class Facts:
         request_budget: range of a request's budget: ``unit``, ``least`` and ``most``.
         graphs: whether decode is captured, and which variants.
         plane_bytes: device bytes of each plane.
+        plane_dtypes: element type of each plane, in the words of ``score.storage``.
         kv_cache_dtype: dtype of K and V, in the words of ``--kv-cache-dtype``.
         kv_bytes, state_bytes: bytes of K and V, where they are placed, and device bytes of lists,
             scores, plans, tables and frames.
@@ -59,6 +60,7 @@ class Facts:
     request_budget: dict[str, Any]
     graphs: dict[str, Any]
     plane_bytes: dict[str, int]
+    plane_dtypes: dict[str, str]
     kv_cache_dtype: str
     kv_bytes: int
     state_bytes: int

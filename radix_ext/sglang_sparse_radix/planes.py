@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -19,7 +19,6 @@ from sglang_sparse_kernels.planes import (
     SKETCH_DTYPES,
     PlaneShape,
     SketchFormat,
-    digest_dtype,
     has_scale,
     pages_per_run,
     tokens_per_element,
@@ -52,18 +51,14 @@ class Plane(Protocol):
     """Selection metadata derived from K alone, by physical page.
 
     Attributes:
-        names: of its tensors, as ``PlaneBuffers`` of the kernels has them.
         logical_page: tokens that an entry covers; 1 if each token has its own.
     """
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
 
     @property
     def logical_page(self) -> int: ...
 
     def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Its tensors, zeroed, by name; the layer axis first."""
+        """Its tensors, zeroed, by their names in ``PlaneBuffers``; the layer axis first."""
 
     def bytes_per_page(
         self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
@@ -88,7 +83,7 @@ class Plane(Protocol):
 class CuboidPlane(ABC):
     """Base of planes that hold the ends of a cuboid for each logical page and KV head.
 
-    Each is `[L, pages * P // logical_page, H, D]` in :meth:`dtype_of` the KV dtype.
+    Each is `[L, pages * P // logical_page, H, D]` in the KV dtype.
 
     Raises:
         ValueError: `logical_page` is not allowed.
@@ -101,21 +96,16 @@ class CuboidPlane(ABC):
         if self.logical_page not in ALLOWED_LOGICAL_PAGES:
             raise ValueError(f"logical_page is {self.logical_page}; allowed: 16, 32 or 64")
 
-    def dtype_of(self, kv_dtype: torch.dtype) -> torch.dtype:
-        """Of the ends: that of K, whose values they are."""
-        return kv_dtype
-
     def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
         entries = shape.num_pages * (shape.page_size // self.logical_page)
         size = (shape.num_layers, entries, shape.num_heads, shape.head_dim)
-        dtype = self.dtype_of(shape.kv_dtype)
-        return {name: torch.zeros(size, dtype=dtype, device=device) for name in self.names}
+        return {name: torch.zeros(size, dtype=shape.kv_dtype, device=device) for name in self.names}
 
     def bytes_per_page(
         self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
     ) -> int:
-        entries, itemsize = page_size // self.logical_page, self.dtype_of(kv_dtype).itemsize
-        return 2 * entries * head_num * head_dim * itemsize
+        entries = page_size // self.logical_page
+        return 2 * entries * head_num * head_dim * kv_dtype.itemsize
 
     def of_pages(
         self, name: str, stored: torch.Tensor, pages: torch.Tensor, page_size: int
@@ -160,13 +150,10 @@ class PageDigest(CuboidPlane):
     """Cuboid-mean digest of a logical page (ArkVale): centre and mean distance from it.
 
     Up to 64 distances are added up in float32, in any order. Rounding may therefore move an entry
-    to the next number of its dtype. It is bf16 beside fp8 keys, as a mean of them is no fp8 number.
+    to the next number of its dtype.
     """
 
     names: ClassVar[tuple[str, str]] = ("page_mean_low", "page_mean_high")
-
-    def dtype_of(self, kv_dtype: torch.dtype) -> torch.dtype:
-        return digest_dtype(kv_dtype)
 
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
         keys, unwritten, defined = self._grouped(rows.double(), written)
@@ -176,7 +163,7 @@ class PageDigest(CuboidPlane):
         distances = (keys - centre[:, :, None]).abs().masked_fill(unwritten, 0)
         spread = distances.sum(2) / counts
         size = keys.abs().amax((1, 2, 3, 4)).view(-1, 1, 1, 1)
-        info = torch.finfo(self.dtype_of(rows.dtype))
+        info = torch.finfo(rows.dtype)
         return {
             name: Expected(
                 values,
@@ -193,47 +180,45 @@ class SketchPlane:
     """A copy of the keys with the dimension before the token, in fewer bits (SparCas).
 
     It is `[L, runs, H, D, 128]`. A run is 128 / P pages, and `"int4"` holds two tokens in a byte.
-    Integers have a scale for each token and head, float16 `[L, pages, H, P]`.
+    Integers have a scale for each token and head, float16 `[L, pages, H, P]`. `"auto"` takes fewer
+    bits than K: fp8 beside keys of 16 bits or more, int4 beside fp8.
 
     Raises:
         ValueError: unknown `storage`.
     """
 
-    storage: SketchFormat
+    storage: SketchFormat | Literal["auto"] = "auto"
     logical_page: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if self.storage not in SKETCH_DTYPES:
-            names = ", ".join(map(repr, SKETCH_DTYPES))
+        if self.storage not in ("auto", *SKETCH_DTYPES):
+            names = ", ".join(map(repr, ("auto", *SKETCH_DTYPES)))
             raise ValueError(f"storage is {self.storage!r}; allowed: {names}")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the sketch."""
+    def dtype_of(self, kv_dtype: torch.dtype) -> torch.dtype:
+        """Element type of the sketch of keys of ``kv_dtype``."""
+        if self.storage == "auto":
+            return SKETCH_DTYPES["int4" if kv_dtype == FP8 else "fp8"]
         return SKETCH_DTYPES[self.storage]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        names = ("key_sketch", "key_sketch_scale")
-        return names if has_scale(self.dtype) else names[:1]
-
     def allocate(self, shape: PlaneShape, device: torch.device | str) -> dict[str, torch.Tensor]:
+        dtype = self.dtype_of(shape.kv_dtype)
         runs = -(-shape.num_pages // pages_per_run(shape.page_size))
-        elements = RUN_TOKENS // tokens_per_element(self.dtype)
+        elements = RUN_TOKENS // tokens_per_element(dtype)
         values = (shape.num_layers, runs, shape.num_heads, shape.head_dim, elements)
-        scale = (shape.num_layers, shape.num_pages, shape.num_heads, shape.page_size)
-        shapes = {"key_sketch": (values, self.dtype), "key_sketch_scale": (scale, SCALE_DTYPE)}
-        return {
-            name: torch.zeros(shapes[name][0], dtype=shapes[name][1], device=device)
-            for name in self.names
-        }
+        found = {"key_sketch": torch.zeros(values, dtype=dtype, device=device)}
+        if has_scale(dtype):
+            scale = (shape.num_layers, shape.num_pages, shape.num_heads, shape.page_size)
+            found["key_sketch_scale"] = torch.zeros(scale, dtype=SCALE_DTYPE, device=device)
+        return found
 
     def bytes_per_page(
         self, head_num: int, head_dim: int, page_size: int, kv_dtype: torch.dtype
     ) -> int:
-        elements = page_size // tokens_per_element(self.dtype)
-        scale = page_size * head_num * SCALE_DTYPE.itemsize if has_scale(self.dtype) else 0
-        return elements * head_num * head_dim * self.dtype.itemsize + scale
+        dtype = self.dtype_of(kv_dtype)
+        elements = page_size // tokens_per_element(dtype)
+        scale = page_size * head_num * SCALE_DTYPE.itemsize if has_scale(dtype) else 0
+        return elements * head_num * head_dim * dtype.itemsize + scale
 
     def of_pages(
         self, name: str, stored: torch.Tensor, pages: torch.Tensor, page_size: int
@@ -252,11 +237,12 @@ class SketchPlane:
     def expected(self, rows: torch.Tensor, written: torch.Tensor) -> dict[str, Expected]:
         keys = rows.permute(0, 2, 3, 1).float()  # [N, H, D, P]
         seen = written[:, None, None, :]
-        if not has_scale(self.dtype):
-            if self.dtype == FP8:
+        dtype = self.dtype_of(rows.dtype)
+        if not has_scale(dtype):
+            if dtype == FP8:
                 keys = keys.clamp(-_FP8_MAX, _FP8_MAX)
-            return {"key_sketch": Expected(_comparable(keys.to(self.dtype)), seen)}
-        most = _INT8_MAX if self.dtype == torch.int8 else _INT4_MAX
+            return {"key_sketch": Expected(_comparable(keys.to(dtype)), seen)}
+        most = _INT8_MAX if dtype == torch.int8 else _INT4_MAX
         scale = (keys.abs().amax(2) / most).clamp(max=_SCALE_MAX).half()  # [N, H, P]
         safe = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
         # Of 4 bits, one integer a byte: `of_pages` unpacks what is stored.

@@ -15,6 +15,9 @@ from sglang_sparse.facts import Facts
 from sglang_sparse.graph_variants import VARIANTS
 from sglang_sparse.launch import SparseLaunch
 from sglang_sparse_kernels.common import FP8
+from sglang_sparse_kernels.planes import SKETCH_DTYPES
+
+_WORDS = {dtype: word for word, dtype in SKETCH_DTYPES.items()}
 
 
 def gather_facts(
@@ -50,6 +53,7 @@ def gather_facts(
     }
     low, high = config.request_range
     axes = config.model_dump(mode="json", include=set(AXES))
+    planes = pool.planes.tensors()
     return Facts(
         version=__version__,
         method=resolved.method,
@@ -73,7 +77,10 @@ def gather_facts(
             "decode": "captured" if captures_graphs else "off",
             "variants": list(VARIANTS) if captures_graphs else [],
         },
-        plane_bytes={name: plane.nbytes for name, plane in pool.planes.tensors().items()},
+        plane_bytes={name: plane.nbytes for name, plane in planes.items()},
+        plane_dtypes={
+            name: _WORDS.get(plane.dtype, _name(plane.dtype)) for name, plane in planes.items()
+        },
         kv_cache_dtype=_name(pool.dtype),
         kv_bytes=sum(pool.get_kv_size_bytes()) - pool.plane_bytes(),
         state_bytes=build.nbytes() + decode.nbytes(),

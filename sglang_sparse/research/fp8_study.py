@@ -37,6 +37,7 @@ PRESETS = ("page_minmax", "kascade", "psa", "sparcas", "psa_sketch", "kascade_sk
 POOLS = {
     "words": ("common_words", "frequent_words"),
     "retrieval": tuple(task for task in RULER_TASKS if not task.endswith("_words")),
+    "multi_query": ("multi_query",),  # where methods differ most
 }
 
 
@@ -118,17 +119,20 @@ def pairs_of(names: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def rows_of(marks: dict[str, dict[str, str]]) -> Iterator[dict[str, Any]]:
-    """The comparisons of :func:`pairs_of` over each pool of tasks, each over cells that have both.
+    """The comparisons of :func:`pairs_of` over pools of tasks, at lengths where all were asked.
 
     Args:
         marks: of each cell, ``task length``, the marks of each arm.
     """
+    lengths = dict.fromkeys(name.split()[1] for name in marks)
     for pool, tasks in POOLS.items():
-        cells = [cell for name, cell in marks.items() if name.split()[0] in tasks]
-        for arm, base in pairs_of(list(dict.fromkeys(chain(*cells)))):
-            both = [cell for cell in cells if arm in cell and base in cell]
-            if both:
-                ours, theirs = ("".join(cell[name] for cell in both) for name in (arm, base))
+        for arm, base in pairs_of(list(dict.fromkeys(chain(*marks.values())))):
+            cells: list[dict[str, str]] = []
+            for length in lengths:
+                some = [marks.get(f"{task} {length}", {}) for task in tasks]
+                cells += some if all(arm in cell and base in cell for cell in some) else []
+            if cells:
+                ours, theirs = ("".join(cell[name] for cell in cells) for name in (arm, base))
                 yield {"tasks": pool, "arm": arm, "than": base} | paired(ours, theirs)
 
 
@@ -199,7 +203,7 @@ def main() -> None:
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="files of other runs")
     parser.add_argument("--report", type=Path, help="file for what follows from the marks")
-    known = list(chain(*POOLS.values()))
+    known = list(RULER_TASKS)
     parser.add_argument("--tasks", nargs="+", default=known, choices=known)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -54,7 +54,9 @@ def policy_of(config: SparseConfig) -> Policy:
     assert isinstance(layers, FirstDense)
     own: dict[str, Any] = {"page": config.unit}
     if isinstance(score, KeySketch):
-        own = {"channels": score.channels, "storage": score.storage}
+        # Rows are in 16 bits, beside which `auto` is fp8.
+        storage = "fp8" if score.storage == "auto" else score.storage
+        own = {"channels": score.channels, "storage": storage}
     if isinstance(budget, MassBudget):
         margin = budget.margin if budget.estimator == "scored" else None
         own |= {"epsilon": budget.epsilon, "microbatch": budget.microbatch, "margin": margin}

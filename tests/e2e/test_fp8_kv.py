@@ -74,5 +74,8 @@ def test_lists_that_hold_everything_give_the_dense_answers(
     for (_, got), (_, want) in zip(answers, dense, strict=True):
         assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= near
     assert bool(state["plane_bytes"]) == (method != "kascade")  # exact scores need none
+    asked = state["axes"]["score"].get("storage")
+    words = {"key_sketch": "int4" if asked == "auto" else asked, "key_sketch_scale": "float16"}
+    assert state["plane_dtypes"] == {p: words.get(p, "fp8") for p in state["plane_bytes"]}
     assert state["plane_check"]["pages"] > 0
     assert state["plane_check"]["wrong"] == 0

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from sglang_sparse import banner
@@ -10,10 +13,10 @@ from sglang_sparse.config import load_preset
 from sglang_sparse.facts import Facts
 
 
-def facts(model: str, preset: str, step_tokens: int = 1) -> Facts:
+def facts(model: str, preset: str, **changes: Any) -> Facts:
     """A server with one of the shipped presets, of numbers that are easy to find again."""
     config = load_preset(model, preset)
-    return Facts(
+    plain = Facts(
         version="1.2.3",
         method=preset,
         source=f"{model}/{preset}",
@@ -34,15 +37,17 @@ def facts(model: str, preset: str, step_tokens: int = 1) -> Facts:
         request_budget={},
         graphs={},
         plane_bytes={"page_min": 3 << 20, "page_max": 3 << 20},
+        plane_dtypes={"page_min": "fp8", "page_max": "fp8"},
         kv_cache_dtype="fp8_e4m3",
         kv_bytes=48 << 20,
         state_bytes=5 << 19,
-        step_tokens=step_tokens,
+        step_tokens=1,
         decode_steps={},
         prefill_batches={},
         sglang="0.0.1",
         sglang_tested=["0.5.17", "0.5.23"],
     )
+    return replace(plain, **changes)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,12 @@ def test_the_banner_adds_up_planes_and_counts_layers_by_role() -> None:
     assert "KV in fp8_e4m3, planes 6.0 MiB (12.5% of KV), state 2.5 MiB" in line
     assert "3 layers select, 1 layers reuse, 2 dense; rows of 777 to 8888 tokens sparse" in line
     assert "sparse, shorter ones dense" in line
+
+
+def test_the_banner_names_the_element_type_of_a_sketch() -> None:
+    dtypes = {"key_sketch": "int4", "key_sketch_scale": "float16"}
+    line = banner.text(facts("reference", "sparcas", plane_dtypes=dtypes))
+    assert "KV in fp8_e4m3, planes 6.0 MiB (12.5% of KV, sketch in int4), state" in line
 
 
 def test_the_banner_warns_of_a_version_that_was_not_tested() -> None:

@@ -209,10 +209,11 @@ def update_logical_pages_kernel(
             b_centre = (b_max + b_min) * 0.5
             b_far = tl.where(m_k, tl.abs(b_k - b_centre[None, :]), 0.0)
             b_mean = tl.sum(b_far, 0) / count
-            b_low = cast(b_centre - b_mean, page_mean_low.dtype.element_ty)
-            b_high = cast(b_centre + b_mean, page_mean_high.dtype.element_ty)
-            tl.store(page_mean_low + o_e, b_low, mask=m_d)
-            tl.store(page_mean_high + o_e, b_high, mask=m_d)
+            b_low, b_high = b_centre - b_mean, b_centre + b_mean
+            if page_mean_low.dtype.element_ty == tl.float8e4nv:
+                b_low, b_high = _round_to_e4m3(b_low), _round_to_e4m3(b_high)
+            tl.store(page_mean_low + o_e, cast(b_low, page_mean_low.dtype.element_ty), mask=m_d)
+            tl.store(page_mean_high + o_e, cast(b_high, page_mean_high.dtype.element_ty), mask=m_d)
 
 
 _FORMATS = {

@@ -45,11 +45,6 @@ def tokens_per_element(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.uint8 else 1
 
 
-def digest_dtype(kv_dtype: torch.dtype) -> torch.dtype:
-    """Of the ends of a cuboid-mean digest: K's own, bf16 beside fp8, which no mean is exact in."""
-    return torch.bfloat16 if kv_dtype == FP8 else kv_dtype
-
-
 @dataclass(frozen=True)
 class PlaneShape:
     """Shape of the KV pool that the planes lie beside. ``num_pages`` includes the padding page."""
@@ -129,8 +124,8 @@ class PlaneBuffers:
     Attributes:
         page_min: [L, pages * P / u, H, D] in K's dtype, smallest key of a logical page.
         page_max: the same shape and dtype, largest key of a logical page.
-        page_mean_low, page_mean_high: the same shape in :func:`digest_dtype`, ends of the
-            cuboid-mean digest of a logical page (:func:`cuboid_mean`).
+        page_mean_low, page_mean_high: the same shape and dtype, ends of the cuboid-mean digest of a
+            logical page (:func:`cuboid_mean`), rounded.
         key_sketch: [L, runs, H, D, 128], float8_e4m3fn, int8 or bfloat16: K with the token axis
             innermost, so that one channel of a page is contiguous. A run holds 128 / P pages with
             neighbouring numbers; :func:`by_page` finds a page in it. In 4 bits it is uint8
@@ -169,16 +164,14 @@ class PlaneBuffers:
         sketch = (layers, -(-pages // pages_per_run(size)), heads, dim, elements)
         scale = (layers, pages, heads, size)
 
-        def per_logical_page(kept: bool, dtype: torch.dtype) -> torch.Tensor | None:
-            return torch.zeros(bounds, dtype=dtype, device=device) if kept else None
-
-        means = digest_dtype(shape.kv_dtype)
+        def per_logical_page(kept: bool) -> torch.Tensor | None:
+            return torch.zeros(bounds, dtype=shape.kv_dtype, device=device) if kept else None
 
         return cls(
-            page_min=per_logical_page(page_minmax, shape.kv_dtype),
-            page_max=per_logical_page(page_minmax, shape.kv_dtype),
-            page_mean_low=per_logical_page(page_mean, means),
-            page_mean_high=per_logical_page(page_mean, means),
+            page_min=per_logical_page(page_minmax),
+            page_max=per_logical_page(page_minmax),
+            page_mean_low=per_logical_page(page_mean),
+            page_mean_high=per_logical_page(page_mean),
             key_sketch=None if dtype is None else torch.zeros(sketch, dtype=dtype, device=device),
             key_sketch_scale=(
                 None

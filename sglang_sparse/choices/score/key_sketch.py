@@ -27,8 +27,10 @@ class KeySketch(ScoreChoice):
         le=MAX_COUNT,
         description="U: decode steps between two choices of the channels.",
     )
-    storage: Literal["fp8", "int8", "int4", "bf16"] = Field(
-        default="fp8", description="Element type of the dimension-major copy of the keys."
+    storage: Literal["auto", "fp8", "int8", "int4", "bf16"] = Field(
+        default="auto",
+        description="Element type of the dimension-major copy of the keys; auto takes fp8, or int4 "
+        "beside fp8 KV.",
     )
     reduce: Literal["max", "sum"] = Field(
         default="max", description="How the query heads of one KV head pool their scores."

@@ -10,7 +10,7 @@ import torch
 from radix_parts import configurator_of, tiny_model_config
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-from sglang_sparse.config import resolve_with_source
+from sglang_sparse.config import list_presets, resolve_with_source
 from sglang_sparse.config.model import Geometry
 from sglang_sparse.launch import SparseLaunch, attach
 from sglang_sparse.pools import compute_cell_size
@@ -36,32 +36,58 @@ def sizing_of(kvc):
 
 @pytest.fixture
 def tokens_of(tmp_path):
-    """``max_total_num_tokens`` of a preset and KV dtype, as the hooked SGLang computes it."""
+    """``max_total_num_tokens`` of a method, config and KV dtype, as the hooked SGLang has it."""
     model = tiny_model_config(tmp_path, **SHAPE)
 
-    def tokens(method: str | None, kv_dtype: torch.dtype) -> int:
+    def tokens(method: str | None, change: str | None, kv_dtype: torch.dtype) -> int:
         with configurator_of(model, PAGE, kv_dtype) as kvc:
             if method is not None:
                 geometry = Geometry.from_hf_config(model.hf_config.to_dict(), name="8b")
-                resolved = resolve_with_source(method, None, geometry)
+                resolved = resolve_with_source(method, change, geometry)
                 attach(kvc.server_args, SparseLaunch(resolved))
             return sizing_of(kvc).calculate_pool_sizes(FREE_BYTES, PAGE).max_total_num_tokens
 
     return tokens
 
 
-# Planes do not all halve: a sketch holds a byte a channel beside either, a digest is in bf16.
+INT4 = 1 / 2 + 2 / 128  # bytes of a channel, with its part of the scale
+
+
+# Planes halve with KV, but for the scales of a sketch in int4, and the sketch that stays in fp8.
 @pytest.mark.parametrize(
     ("method", "times"),
     [
         (None, 2.0),
         ("kascade", 2.0),
         ("page_minmax", 2.0),
-        ("psa", 4.125 / 2.125),
+        ("lserve", 2.0),
+        ("psa", 2.0),
         ("kascade_sketch", (32 * 4 + 5) / (32 * 2 + 5)),
-        ("sparcas", (32 * 4 + 30) / (32 * 2 + 30)),
+        ("sparcas", (32 * 4 + 30) / (32 * 2 + 30 * INT4)),
+        ("psa_sketch", (32 * 4 + 30) / (32 * 2 + 30 * INT4)),
     ],
 )
 def test_fp8_kv_holds_about_twice_as_many_tokens(tokens_of, method, times):
-    wide, narrow = tokens_of(method, torch.bfloat16), tokens_of(method, FP8)
+    wide, narrow = tokens_of(method, None, torch.bfloat16), tokens_of(method, None, FP8)
+    assert narrow == pytest.approx(times * wide, abs=2 * PAGE)
+    assert narrow >= (1.92 if method == "kascade_sketch" else 1.95) * wide
+
+
+def test_every_method_that_selects_is_among_them():
+    selecting = {ref.name for ref in list_presets() if ref.model == "llama-3.1-8b"}
+    (marks,) = test_fp8_kv_holds_about_twice_as_many_tokens.pytestmark
+    assert {method for method, _ in marks.args[1]} == {None, *selecting}
+
+
+@pytest.mark.parametrize(
+    ("method", "storage", "layers", "channel"),
+    [("sparcas", "fp8", 30, 1), ("kascade_sketch", "auto", 5, INT4)],
+)
+def test_the_element_type_of_a_sketch_beside_fp8_kv_is_a_choice(
+    tokens_of, method, storage, layers, channel
+):
+    change = f'{{"score": {{"storage": "{storage}"}}}}'
+    wide, narrow = tokens_of(method, change, torch.bfloat16), tokens_of(method, change, FP8)
+    assert wide == tokens_of(method, None, torch.bfloat16)
+    times = (32 * 4 + layers) / (32 * 2 + layers * channel)
     assert narrow == pytest.approx(times * wide, abs=2 * PAGE)

@@ -17,6 +17,7 @@ SPECS = (
     PlaneSpec((SketchPlane("fp8"),)),
     PlaneSpec((SketchPlane("int8"),)),
     PlaneSpec((SketchPlane("int4"),)),
+    PlaneSpec((SketchPlane("auto"),)),
     PlaneSpec((PageBounds(), SketchPlane("bf16"))),
     PlaneSpec((PageBounds(), PageDigest())),
 )
@@ -44,7 +45,7 @@ def test_a_page_that_no_whole_number_of_blocks_fills_is_refused():
 def test_unknown_plane_choices_are_refused_naming_what_is_allowed():
     with pytest.raises(ValueError, match="logical_page is 8; allowed: 16, 32 or 64"):
         PageBounds(8)
-    with pytest.raises(ValueError, match="storage is 'int3'; allowed: 'fp8', 'int8', "):
+    with pytest.raises(ValueError, match="storage is 'int3'; allowed: 'auto', 'fp8', 'int8', "):
         SketchPlane("int3")
 
 
@@ -84,9 +85,10 @@ def test_plane_shares_of_the_kv_pool_are_those_that_the_design_states():
 
     for plane, beside_bf16, beside_fp8 in (
         (PageBounds(), 1 / 16, 1 / 16),
-        (PageDigest(32), 1 / 32, 1 / 16),
+        (PageDigest(32), 1 / 32, 1 / 32),
         (SketchPlane("fp8"), 1 / 4, 1 / 2),
         (SketchPlane("int4"), (1 / 2 + 2 / 128) / 4, (1 / 2 + 2 / 128) / 2),
+        (SketchPlane("auto"), 1 / 4, (1 / 2 + 2 / 128) / 2),
     ):
         assert share(plane, torch.bfloat16) == beside_bf16
         assert share(plane, FP8) == beside_fp8

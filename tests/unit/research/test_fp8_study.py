@@ -22,6 +22,15 @@ PROMPTS = [list(range(100, 231)), list(range(300, 377))]
 FP8 = torch.float8_e4m3fn
 
 
+DENSE = (fp8_study.BASE, fp8_study.DENSE)
+
+
+def said(points: float) -> str:
+    """Points as the page has them."""
+    text = f"{points:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text.replace("-", "\N{MINUS SIGN}")
+
+
 def rounded(values: torch.Tensor) -> torch.Tensor:
     return values.to(FP8).to(values.dtype)
 
@@ -84,12 +93,30 @@ def test_answers_that_are_all_alike_leave_the_interval_of_their_number() -> None
     assert (found["points"], found["low"], found["high"]) == (0, -0.5, 0.5)
 
 
+def test_the_page_says_what_the_raw_file_holds() -> None:
+    configs = configs_dir().resolve()
+    found = json.loads((configs / "reference" / "fp8-report" / "fp8.json").read_text())
+    page = (configs.parent / "docs" / "accuracy.md").read_text()
+    compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    left_out = ("sparcas fp8", "psa_sketch fp8", "kascade_sketch int4")  # beside dense
+    pairs = [
+        (row["arm"], row["than"])
+        for row in compared
+        if row["tasks"] == "words" and (row["than"] not in DENSE or row["arm"] not in left_out)
+    ]
+    assert len(pairs) == 17
+    for row in compared:
+        if row["tasks"] != "multi_query" and (row["arm"], row["than"]) in pairs:
+            points, low, high = (said(row[key]) for key in ("points", "low", "high"))
+            assert f"| {points} ({low} to {high}) |" in page, row
+
+
 def test_the_command_goes_on_and_compares_every_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, table = tmp_path / "fp8.json", tmp_path / "report.json"
-    arguments = ["fp8", "--model", str(MODEL), "--count", "2", "--length", "256", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--tasks", "single_key"])
+    arguments = ["fp8", "--model", str(MODEL), "--count", "1", "--length", "256", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--tasks", *fp8_study.POOLS["words"]])
     monkeypatch.setattr(fp8_study, "TOKEN_BATCH", 256)
     fp8_study.main()
     first = json.loads(out.read_text())
@@ -97,12 +124,15 @@ def test_the_command_goes_on_and_compares_every_arm(
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--report", str(table)])
     fp8_study.main()
     assert json.loads(out.read_text()) == first
-    (cell,) = first["marks"].values()
+    common, frequent = first["marks"].values()
+    cell = {arm: common[arm] + frequent[arm] for arm in common}
     assert {len(marks) for marks in cell.values()} == {2}
     found = json.loads(table.read_text())
-    assert found["cells"] == [["single_key 256", 2, [m.count("1") for m in cell.values()]]]
+    assert found["cells"] == [
+        [name, 1, [int(mark) for mark in marks.values()]] for name, marks in first["marks"].items()
+    ]
     compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
     assert set(cell) - {"dense bf16", "psa bf16"} == {row["arm"] for row in compared}
     for row in compared:
         own = fp8_study.paired(cell[row["arm"]], cell[row["than"]])
-        assert row == {"tasks": "retrieval", "arm": row["arm"], "than": row["than"], **own}
+        assert row == {"tasks": "words", "arm": row["arm"], "than": row["than"], **own}
