@@ -93,7 +93,9 @@ def poison_frames(pool: FramePool) -> None:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bytes, NaN included."""
+    """Whether two tensors hold the same bytes, NaN included, once kernels wrote host memory."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
     return torch.equal(*(t.contiguous().cpu().view(torch.uint8) for t in (one, other)))
 
 
@@ -106,3 +108,12 @@ def frame_bytes(pool: FramePool, frame: int) -> torch.Tensor:
 def on_device(values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """A tensor of Python numbers."""
     return torch.tensor(values, dtype=dtype).to(DEVICE)
+
+
+def steps_of(triton: int, **pytorch: int) -> list[tuple[str, int]]:
+    """Each ``impl`` whose outputs are equal to the bit, and how many random steps it is to take.
+
+    On a GPU these are the kernels alone: bits of PyTorch's products there depend on the number of
+    rows.
+    """
+    return [("triton", 1000)] if DEVICE.type == "cuda" else [*pytorch.items(), ("triton", triton)]

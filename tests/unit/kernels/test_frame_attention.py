@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from frame_cases import same_bytes
+from frame_cases import same_bytes, steps_of
 from kernel_cases import DEVICE
 from tier import LAYERS, Tier
 
@@ -20,9 +20,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("impl", "steps"), [("cpu", 1000), ("triton", 1000 if DEVICE.type == "cuda" else 8)]
-)
+@pytest.mark.parametrize(("impl", "steps"), steps_of(cpu=1000, triton=8))
 def test_output_over_frames_equals_the_residents(impl: str, steps: int, case: tuple) -> None:
     *shape, mapped = case
     tier = Tier(tuple(shape), impl, 7, LENGTHS, capacity=3)

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import torch
-from frame_cases import on_device, poison_frames, same_bytes
+from frame_cases import on_device, poison_frames, same_bytes, steps_of
 from kernel_cases import DEVICE, NAN
 
 from sglang_sparse_kernels import (
@@ -121,10 +121,7 @@ class Decoding:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    ("impl", "steps"),
-    [("torch", 150), ("cpu", 300), ("triton", 1000 if DEVICE.type == "cuda" else 30)],
-)
+@pytest.mark.parametrize(("impl", "steps"), steps_of(torch=150, cpu=300, triton=30))
 def test_requests_decode_page_by_page_to_the_host(
     impl: str, steps: int, dtype: torch.dtype
 ) -> None:

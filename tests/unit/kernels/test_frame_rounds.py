@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from frame_cases import same_bytes
+from frame_cases import same_bytes, steps_of
 from kernel_cases import DEVICE, NAN
 from tier import LAYERS, Tier
 
@@ -144,9 +144,7 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize(
-    ("impl", "steps"), [("cpu", 120), ("triton", 1000 if DEVICE.type == "cuda" else 2)]
-)
+@pytest.mark.parametrize(("impl", "steps"), steps_of(cpu=120, triton=2))
 def test_output_stops_and_loads_are_those_of_algorithm_1(
     impl: str, steps: int, case: tuple
 ) -> None:
