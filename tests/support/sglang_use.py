@@ -25,7 +25,7 @@ MARKS = {"pytest.mark.sglang", "pytest.mark.server"}
 _ROOTS = tuple(
     ROOT / folder
     for folder in (
-        *(".", "kernels", "radix_ext", "loadtest", "loadtest/programs", "docs"),
+        *(".", "kernels", "kernels/bench", "radix_ext", "loadtest", "loadtest/programs", "docs"),
         *("tests/support", "tests/gpu"),
     )
 )
