@@ -24,6 +24,7 @@ from sglang_sparse.tasks import TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
+Probed = tuple[str, dict[str, Any]]
 METHODS = ("sparcas", "page_minmax", "psa", "psa_sketch")
 TOKENS = 8
 KV_HEADS = 4
@@ -46,21 +47,27 @@ def largest_change(before: list[float], after: list[float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def dense_answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
-    """What the dense server says to each of the prompts."""
-    return answers_one_by_one(server("dense"), prompts)
+def asked(prompts: list[list[int]]) -> list[list[int]]:
+    """Two of the documents at each length: more requests than servers have rows."""
+    return [prompt for i, prompt in enumerate(prompts) if i % 4 < 2]
+
+
+@pytest.fixture(scope="module")
+def dense_answers(server: Server, asked: list[list[int]]) -> list[list[int]]:
+    """What the dense server says to each of them."""
+    return answers_one_by_one(server("dense"), asked)
 
 
 @pytest.mark.parametrize("method", ["sparcas", "page_minmax"])
 def test_a_budget_above_the_context_gives_the_dense_answers(
-    server: Server, prompts: list[list[int]], dense_answers: list[list[int]], method: str
+    server: Server, asked: list[list[int]], dense_answers: list[list[int]], method: str
 ) -> None:
     live = server(method)
     before = live.sparse_state()["decode_steps"]["sparse"]
-    assert answers_one_by_one(live, prompts, custom_params=EVERYTHING) == dense_answers
+    assert answers_one_by_one(live, asked, custom_params=EVERYTHING) == dense_answers
     # The equality means nothing unless these steps went through selection.
     steps = live.sparse_state()["decode_steps"]["sparse"] - before
-    assert steps >= len(prompts) * (TOKENS - 1)
+    assert steps >= len(asked) * (TOKENS - 1)
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +79,17 @@ def expected(prompts: list[list[int]]) -> ExpectedMass:
     return ExpectedMass(prompts[10:14], TOKENS - 1)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_attention_over_a_selection_reaches_no_more_than_the_oracle(
-    server: Server, prompts: list[list[int]], method: str
-) -> None:
-    live = server(method)
+@pytest.fixture(scope="module", params=METHODS)
+def probed(server: Server, prompts: list[list[int]], request: pytest.FixtureRequest) -> Probed:
+    """A method, and what the probe saw in each layer while the prompts were answered."""
+    live = server(request.param)
     before = live.sparse_state()["fidelity"]
     answers_one_by_one(live, prompts[10:14])
-    layers = seen_since(before, live.sparse_state()["fidelity"])
+    return request.param, seen_since(before, live.sparse_state()["fidelity"])
+
+
+def test_attention_over_a_selection_reaches_no_more_than_the_oracle(probed: Probed) -> None:
+    layers = probed[1]
     assert layers, "the probe saw no sparse step"
     for layer, seen in layers.items():
         assert seen["pairs"] == 4 * (TOKENS - 1) * KV_HEADS, layer
@@ -89,14 +99,10 @@ def test_attention_over_a_selection_reaches_no_more_than_the_oracle(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="rounding of bf16 is more than a unit of a list may be worth")
-@pytest.mark.parametrize("method", METHODS)
 def test_selection_reaches_the_mass_that_an_implementation_of_its_own_reaches(
-    server: Server, prompts: list[list[int]], expected: ExpectedMass, method: str
+    expected: ExpectedMass, probed: Probed
 ) -> None:
-    live = server(method)
-    before = live.sparse_state()["fidelity"]
-    answers_one_by_one(live, prompts[10:14])
-    layers = seen_since(before, live.sparse_state()["fidelity"])
+    method, layers = probed
     ranges = expected.range_of(policy_of(load_preset("reference", method)))
     assert layers.keys() == ranges.keys()
     for layer, (low, high) in ranges.items():
@@ -292,14 +298,14 @@ def test_an_aborted_request_leaves_no_trace(server: Server, prompts: list[list[i
 
 @pytest.mark.parametrize("name", ["sparcas-kept", "psa-everything"])
 def test_state_kept_across_steps_and_reused_rows_give_the_dense_answers(
-    server: Server, prompts: list[list[int]], dense_answers: list[list[int]], name: str
+    server: Server, asked: list[list[int]], dense_answers: list[list[int]], name: str
 ) -> None:
     live = server(name)
-    asked = {"custom_params": EVERYTHING} if name == "sparcas-kept" else {}
+    whole = {"custom_params": EVERYTHING} if name == "sparcas-kept" else {}
     before = live.sparse_state()["decode_steps"]["sparse"]
     # More requests than rows: a row's next owner must not see what the last one selected.
-    answers = token_ids(live.generate(prompts[:12], TOKENS, ignore_eos=True, **asked))
-    assert answers == dense_answers[:12]
+    answers = token_ids(live.generate(asked, TOKENS, ignore_eos=True, **whole))
+    assert answers == dense_answers
     assert live.sparse_state()["decode_steps"]["sparse"] - before >= 2 * (TOKENS - 1)
 
 

@@ -23,7 +23,7 @@ Turn = tuple[int, list[float]]
 DENSE = {"custom_params": {"sparse": {"mode": "dense"}}}
 SPARSE: dict[str, Any] = {}
 PAGE = 64
-ANSWER = 2 * PAGE + 20  # holds whole pages that were decoded
+ANSWER = PAGE + 20  # behind 700 tokens it holds a whole page that was decoded
 ASKED = 48  # tokens of the next question, whose log-probabilities are compared
 CONFIDENCE = 0.99
 # Servers, and the tokens that no request of theirs attends to sparsely in a prompt.
