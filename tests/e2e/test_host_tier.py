@@ -20,15 +20,18 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
 PAGE = 64
-LENGTH = 1300  # three of these overfill the pool
+LENGTH = 1300  # three of these and two pages each overfill the pool
 TOKENS = PAGE + 8  # a page and more is decoded
+COMPARED = 16  # of answers that no turn goes on with
 DENSE = {"custom_params": {"sparse": {"mode": "dense"}}}
 Answer = tuple[list[int], list[float]]
 
 
-def ask(live: LiveServer, prompt: list[int], **body: Any) -> tuple[Answer, dict[str, int]]:
+def ask(
+    live: LiveServer, prompt: list[int], tokens: int = COMPARED, **body: Any
+) -> tuple[Answer, dict[str, int]]:
     """Greedy answer with its log-probabilities, and where its prefix was: device and host."""
-    answers = live.generate([prompt], TOKENS, ignore_eos=True, **body)
+    answers = live.generate([prompt], tokens, ignore_eos=True, **body)
     found = answers[0]["meta_info"]["cached_tokens_details"] or {"device": 0, "host": 0}
     return (token_ids(answers)[0], logprobs(answers)), found
 
@@ -36,7 +39,7 @@ def ask(live: LiveServer, prompt: list[int], **body: Any) -> tuple[Answer, dict[
 def evict(live: LiveServer, prompts: list[list[int]]) -> None:
     """Ask so much else that nothing of what was there stays on the device."""
     for prompt in prompts:
-        ask(live, prompt)
+        ask(live, [*prompt, *prompt[: 2 * PAGE]], 1)
 
 
 def documents(prompts: list[list[int]]) -> list[list[int]]:
@@ -52,14 +55,14 @@ def test_an_evicted_prompt_answers_as_one_that_stayed(
     live = server(f"host-{method}")
     live.flush()
     first, *others = documents(prompts)[:4]
-    cold, found = ask(live, first)
+    cold, found = ask(live, first, TOKENS)
     assert found == {"device": 0, "host": 0}
     whole = (LENGTH - 1) // PAGE * PAGE
     stayed, found = ask(live, first)
     assert found == {"device": whole, "host": 0}
     # The next turn goes on with what was decoded, on the request's own branch.
     turn = [*first, *cold[0], *others[0][:20]]
-    ask(live, turn)
+    ask(live, turn, 1)
     turn_stayed, found = ask(live, turn)
     decoded = (len(turn) - 1) // PAGE * PAGE
     assert found == {"device": decoded, "host": 0}
@@ -86,7 +89,7 @@ def test_a_dense_request_takes_dense_kv_alone_from_the_host(
     live = server("host-sparcas")
     live.flush()
     first, *others = documents(prompts)[:4]
-    (answer, _), _ = ask(live, first)
+    (answer, _), _ = ask(live, first, TOKENS)
     evict(live, others)
     turn = [*first, *answer, *others[0][:20]]
     _, found = ask(live, turn, **DENSE)
@@ -109,13 +112,15 @@ def test_a_soak_of_evicted_prompts_answers_as_a_server_that_never_evicts(
     for _ in range(30):
         index = draw.randrange(len(talks))
         mode = DENSE if draw.random() < 0.25 else {}
-        answer, found = ask(small, talks[index], **mode)
-        expected, there = ask(roomy, talks[index], **mode)
+        goes_on = len(talks[index]) < 2 * LENGTH and draw.random() < 0.5
+        tokens = TOKENS if goes_on else COMPARED
+        answer, found = ask(small, talks[index], tokens, **mode)
+        expected, there = ask(roomy, talks[index], tokens, **mode)
         assert answer == expected
         assert sum(found.values()) == sum(there.values())
         assert there["host"] == 0
         cached.update(found)
-        if len(talks[index]) < 2 * LENGTH and draw.random() < 0.5:
+        if goes_on:
             talks[index] = [*talks[index], *answer[0], *talks[index][5:25]]
     assert cached["host"] > cached["device"]
     for live in (small, roomy):
