@@ -314,8 +314,8 @@ MOST_RUNNING = 5  # servers at once; each takes most of a GiB
 COMMANDS = {"sparcas-kept": [SGLANG, "serve"]}
 # So that a server is started once: those that tests share are last in one file, first in the next.
 FILES = (
-    *("evaluate", "metrics", "loadtest", "requests", "tokenizers"),
-    *("programs", "outputs", "prefixes"),
+    *("evaluate", "loadtest", "requests", "tokenizers"),
+    *("programs", "outputs", "metrics", "prefixes"),
     *("ranks", "kascade", "speculation", "fp8_kv", "host_tier", "lserve"),
     *("windows", "placement", "cascade"),
 )
