@@ -16,6 +16,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -95,10 +96,29 @@ def gpu(field: str) -> str | None:
 
 
 @contextmanager
+def _stopped_by_exit() -> Iterator[None]:
+    """Inside, SIGTERM ends this process by SystemExit, so that what it started is ended, too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def running_server(command: list[str], port: int, log: Path) -> Iterator[str]:
-    """Start a server by its command, see :func:`server_command`; yield its address."""
+    """Start a server by its command, see :func:`server_command`; yield its address.
+
+    It ends with the context, also where SIGTERM ends this process. Call it from the main thread.
+
+    Raises:
+        RuntimeError: it did not start, or another server has its port: that one would be measured.
+    """
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise RuntimeError(f"port {port} is taken: end the server there, or name another port")
+    with _stopped_by_exit(), log.open("wb") as output:
         server = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
