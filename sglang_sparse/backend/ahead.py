@@ -90,4 +90,4 @@ def rehearse(
         shape = (rows * queries, build.query_heads, dim)
         decode.rehearse(rows, torch.zeros(shape, dtype=dtype, device=build.device), softmax)
         rows *= 2
-    extend.rehearse(chunk)
+    extend.rehearse(chunk, softmax)

@@ -120,16 +120,17 @@ class SparseAttentionBackend(AttentionBackend):
         )
         prefill = config.prefill.build(build, config.score, self._programs)
         self.extend = self._extend_class(build, prefill, self.requests, table, runner.dtype)
+        softmax = Softmax(layers[0].scaling, layers[0].logit_cap)
         compile_kernels(
             self.decode,
             self.extend,
             build,
-            Softmax(layers[0].scaling, layers[0].logit_cap),
+            softmax,
             dtype=runner.dtype,
             chunk=longest_chunk(runner),
             ranks=heads.ranks,
         )
-        self.extend.warm_up()
+        self.extend.warm_up(softmax)
         self._selected: Variant | None = None
 
     def _seen_by_inner(self, runner: ModelRunner) -> Any:

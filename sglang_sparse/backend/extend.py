@@ -48,16 +48,21 @@ class ExtendSteps:
         self.planned: dict[Variant, int] = {"dense": 0, "sparse": 0}
         self._dtype = dtype
 
-    def warm_up(self) -> None:
-        """Run every kernel of sparse prompts once, so that no prompt waits for the compiler."""
-        if self._prefill is not None:
-            self._prefill.warm_up(self._max_pages, self._dtype)
+    def warm_up(self, softmax: Softmax) -> None:
+        """Run every kernel of sparse prompts once, so that no prompt waits for the compiler.
 
-    def rehearse(self, tokens: int) -> None:
+        Args:
+            softmax: as layers have it.
+        """
+        if self._prefill is not None:
+            self._prefill.warm_up(self._max_pages, self._dtype, softmax)
+
+    def rehearse(self, tokens: int, softmax: Softmax) -> None:
         """Launch, in a rehearsal, what every prefill batch needs, and what sparse ones need.
 
         Args:
             tokens: of the longest chunk of a prompt.
+            softmax: as layers have it.
         """
         device = self._build.device
         table = torch.zeros((1, self._max_pages), dtype=torch.int32, device=device)
@@ -69,7 +74,7 @@ class ExtendSteps:
             impl=self._build.impl,
         )
         self._rehearse_pool(table, tokens)
-        self.warm_up()
+        self.warm_up(softmax)
 
     def _rehearse_pool(self, table: torch.Tensor, tokens: int) -> None:
         ends = torch.zeros(1, dtype=torch.int32, device=table.device)

@@ -386,10 +386,10 @@ class PrefillRun(Protocol):
     ) -> Any:
         """The plan of a batch, or None if it runs densely; see the choice's own file."""
 
-    def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
+    def warm_up(self, max_pages: int, dtype: torch.dtype, softmax: Softmax) -> None:
         """Compile every kernel that a prompt may meet.
 
-        Page tables have `max_pages` columns, queries are in `dtype`.
+        Page tables have `max_pages` columns, queries are in `dtype`; layers have `softmax`.
         """
 
     def run(

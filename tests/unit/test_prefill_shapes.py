@@ -13,6 +13,7 @@ from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.choices.prefill._tiles import TileBatch, TileRun
 from sglang_sparse.config import SparseConfig
+from sglang_sparse_kernels.records import Softmax
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import bind_pool_class
 
@@ -54,14 +55,19 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
 ) -> None:
     prefill, compiled = prefill_of(fraction), set()
 
-    def run(batch: TileBatch, layer: int, q: torch.Tensor, *_: object) -> torch.Tensor:
+    softmax = Softmax(0.125, logit_cap=30.0)
+
+    def run(
+        batch: TileBatch, layer: int, q: torch.Tensor, given: Softmax, _: object
+    ) -> torch.Tensor:
+        assert given is softmax
         assert q.dtype == torch.float16
         assert q.shape == (len(batch.counts) * prefill.tile_tokens, HEADS * GROUP, DIM)
         compiled.add((layer, shape_of(batch)))
         return q
 
     monkeypatch.setattr(prefill, "run", run)
-    prefill.warm_up(max_pages, torch.float16)
+    prefill.warm_up(max_pages, torch.float16, softmax)
     table = torch.zeros((1, max_pages), dtype=torch.int32)
     source = random.Random(max_pages)
     longest = max_pages * PAGE

@@ -254,16 +254,17 @@ class TileRun:
         most = tile_budget(width, floor=self.choice.floor, fraction=self.choice.fraction)
         return _aligned(-(-width // self.unit)), _aligned(-(-most // self.unit))
 
-    def warm_up(self, max_pages: int, dtype: torch.dtype) -> None:
+    def warm_up(self, max_pages: int, dtype: torch.dtype, softmax: Softmax) -> None:
         """Run every kernel once in every shape, so that no prompt waits for the compiler.
 
         Args:
             max_pages: columns of the page tables that batches will have.
             dtype: dtype of the queries that batches will have.
+            softmax: as layers have it; kernels of logits with a cap are others.
         """
         import torch
 
-        from sglang_sparse_kernels.records import KVScales, Softmax
+        from sglang_sparse_kernels.records import KVScales
 
         if self.impl != "triton":
             return
@@ -281,7 +282,7 @@ class TileRun:
                 batch = self.plan(table, [min(width, longest) - new], [new], [])
                 if batch is not None:
                     for layer in kinds.values():
-                        self.run(batch, layer, q, Softmax(1.0), KVScales())
+                        self.run(batch, layer, q, softmax, KVScales())
             width *= 2
 
     def run(
