@@ -70,13 +70,16 @@ def head_kinds(
     }
     if not any(any(own) for own in streams.values()):
         return HeadKinds()
-    windows, read = {}, {layer: [False] * lists for layer in layers}
+    windows, prompt_windows = {}, {}
+    read = {layer: [False] * lists for layer in layers}
     for layer, own in streams.items():
         role = config.layers.role(layer)
         if role.source is None:
             continue
         if any(own):
-            windows[layer] = HeadWindows(_words(own, device), *config.heads.window)
+            words = _words(own, device)
+            windows[layer] = HeadWindows(words, *config.heads.window)
+            prompt_windows[layer] = HeadWindows(words, *config.heads.prompt_window)
         for head, taken in enumerate(lists_of_heads(role, heads.global_ids, lists)):
             read[role.source][taken] |= not own[head]
     unread = {
@@ -84,7 +87,7 @@ def head_kinds(
         for layer in layers
         if config.layers.role(layer).selects and not all(read[layer])
     }
-    return HeadKinds(windows, unread)
+    return HeadKinds(windows, prompt_windows, unread)
 
 
 def _words(flags: list[bool], device: torch.device) -> torch.Tensor:

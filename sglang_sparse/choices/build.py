@@ -56,10 +56,12 @@ class HeadKinds:
 
     Attributes:
         windows: of layers that attend to a selection, the heads that attend to a window instead.
+        prompt_windows: the same in prompts.
         unread: of selecting layers, int32 [lists], 1 for a list that no head of any layer reads.
     """
 
     windows: dict[int, HeadWindows] = field(default_factory=dict)
+    prompt_windows: dict[int, HeadWindows] = field(default_factory=dict)
     unread: dict[int, torch.Tensor] = field(default_factory=dict)
 
 

@@ -68,11 +68,7 @@ class Point(Protocol):
 
 
 class LayersChoice(Choice, ABC):
-    """Which layers select, and which attend to the selection of another layer.
-
-    Attributes:
-        selects: whether some layer does.
-    """
+    """Which layers select (``selects``: some do), and which attend to another's selection."""
 
     kind: str
     selects: ClassVar[bool] = True
@@ -98,6 +94,11 @@ class HeadsChoice(Choice, ABC):
     def window(self) -> tuple[int, int]:
         """First and last tokens that a streaming head sees; nothing to one that selects."""
         return (0, 0)
+
+    @property
+    def prompt_window(self) -> tuple[int, int]:
+        """The same in prompts, where the choice of prefill has windows."""
+        return self.window
 
     def streams_in(self, layer_id: int) -> tuple[int, ...]:
         """Return the KV heads of layer `layer_id`, both global ids, that stream."""
@@ -268,14 +269,11 @@ class PassShape:
 
 
 class BudgetRun(Protocol):
-    """A budget at run time.
-
-    Attributes:
-        counters: sums of what its layers reached, or None if it counts nothing.
-    """
+    """A budget at run time."""
 
     @property
-    def counters(self) -> LayerCounters | None: ...
+    def counters(self) -> LayerCounters | None:
+        """Sums of what its layers reached, or None if it counts nothing."""
 
     def stages(self, layer: int, *, attends: bool) -> list[Stage]:
         """The stages that follow the score in `layer`; they attend only if `attends` is set."""
@@ -354,10 +352,12 @@ class PrefillChoice(Choice, ABC):
 
     Attributes:
         most_chunk: most tokens of a prefill batch, or None for no limit.
+        has_windows: heads that stream see their windows in prompts, too.
     """
 
     kind: str
     most_chunk: ClassVar[int | None] = None
+    has_windows: ClassVar[bool] = False
 
     @property
     def sparse_from(self) -> int | None:

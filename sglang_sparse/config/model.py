@@ -218,6 +218,8 @@ def preset_hash(config: SparseConfig) -> str:
         skipped["placement"] = True
     if config.heads == RetrievalHeads():
         skipped["heads"] = True
+    elif getattr(config.heads, "prompt_local", None) is None:
+        skipped["heads"] = {"prompt_local"}
     if getattr(config.score, "select", None) is None:
         skipped["score"] = {"select"}
     content = config.model_dump(mode="json", exclude=skipped)

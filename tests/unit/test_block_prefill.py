@@ -22,7 +22,7 @@ HEADS, GROUP, DIM, PAGE, LENGTH = 2, 4, 64, 64, 421
 SINK, LOCAL, UNIT, PAGES = 64, 64, 32, 9
 
 
-def config_of() -> SparseConfig:
+def config_of(**heads: int) -> SparseConfig:
     return SparseConfig.model_validate(
         {
             "layers": {"kind": "every"},
@@ -30,6 +30,7 @@ def config_of() -> SparseConfig:
             "budget": {"kind": "tokens", "tokens": 128},
             "heads": {
                 "kind": "streaming", "sink": SINK, "local": LOCAL, "streaming": [[1]],
+                **heads,
             },
             "prefill": {
                 "kind": "block_bounds", "fraction": 0.4, "floor": 128, "min_tokens": 160,
@@ -53,9 +54,9 @@ class Prompt:
     def slots(self, positions: torch.Tensor) -> torch.Tensor:
         return self.table[0].long()[positions // PAGE] * PAGE + positions % PAGE
 
-    def run(self, ends: list[int], impl: str) -> tuple[torch.Tensor, TileBatch]:
+    def run(self, ends: list[int], impl: str, **heads: int) -> tuple[torch.Tensor, TileBatch]:
         """The output of a prompt that is prefilled up to each of ``ends``, and its last batch."""
-        config = config_of()
+        config = config_of(**heads)
         spec = PlaneSpec(planes=config.score.planes())
         pool = bind_pool_class(spec, impl)(
             (PAGES + 1) * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=HEADS,
@@ -125,11 +126,14 @@ def test_a_tile_selects_the_blocks_of_the_largest_bounds_of_its_mean_query() -> 
     assert checked > 2
 
 
-def test_a_head_that_streams_sees_its_window_alone() -> None:
+@pytest.mark.parametrize(
+    ("local", "heads"), [(LOCAL, {}), (2 * PAGE, {"prompt_local": 2 * PAGE})], ids=["same", "own"]
+)
+def test_a_head_that_streams_sees_its_window_alone(local: int, heads: dict[str, int]) -> None:
     prompt = Prompt(5)
-    whole, _ = prompt.run([LENGTH], "triton")
+    whole, _ = prompt.run([LENGTH], "triton", **heads)
     at = LENGTH - 1
-    seen = torch.tensor([p for p in range(LENGTH) if p < SINK or p > at - LOCAL])
+    seen = torch.tensor([p for p in range(LENGTH) if p < SINK or p > at - local])
     logits = prompt.q[at, GROUP:].double() @ prompt.k[seen, 1].double().T * DIM**-0.5
     want = logits.softmax(-1) @ prompt.v[seen, 1].double()
     # P is rounded to bf16 before PV, and the output once more: 2 u of sums of |V| below 4.

@@ -70,7 +70,7 @@ def _from_json(path: Path, text: str) -> dict[str, Any]:
         raise _unfit(path, f"is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise _unfit(path, f"holds a JSON {type(content).__name__}, not an object")
-    known = {"model", "sink", "local", "streaming", "calibration"}
+    known = {"model", "sink", "local", "prompt_local", "streaming", "calibration"}
     unknown = sorted(content.keys() - known)
     if unknown or "streaming" not in content:
         wrong = f"has the key {unknown[0]}" if unknown else "has no key streaming"

@@ -70,6 +70,13 @@ class StreamingHeads(HeadsChoice):
     local: int = Field(
         default=1024, ge=1, le=MAX_COUNT, description="Last tokens that a streaming head sees."
     )
+    prompt_local: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="Last tokens that it sees in prompts, under prefill `block_bounds`; null for "
+        "`local`.",
+    )
     file: str | None = Field(
         default=None,
         description="JSON of the keys of this table, or TSV of DuoAttention's gates; a relative "
@@ -102,7 +109,7 @@ class StreamingHeads(HeadsChoice):
         sparsity = content.get("sparsity")
         found = read_heads(Path(content["file"]), sparsity if isinstance(sparsity, float) else None)
         own = {"model": None, "calibration": "uncalibrated", **found}
-        windows = {key: content[key] for key in ("sink", "local") if key in content}
+        windows = {key: content[key] for key in ("sink", "local", "prompt_local") if key in content}
         return {**content, **own, **windows, "file": None}
 
     @model_validator(mode="after")
@@ -127,6 +134,10 @@ class StreamingHeads(HeadsChoice):
     def window(self) -> tuple[int, int]:
         return self.sink, self.local
 
+    @property
+    def prompt_window(self) -> tuple[int, int]:
+        return self.sink, self.local if self.prompt_local is None else self.prompt_local
+
     def streams_in(self, layer_id: int) -> tuple[int, ...]:
         return self.streaming[layer_id] if layer_id < len(self.streaming) else ()
 
@@ -137,8 +148,15 @@ class StreamingHeads(HeadsChoice):
         )
 
     def check(self, point: Point) -> None:
-        for key in ("sink", "local"):
-            tokens = getattr(self, key)
+        if self.prompt_local is not None and not point.prefill.has_windows:
+            raise InvalidConfig(
+                f"heads.prompt_local {self.prompt_local} with prefill.kind {point.prefill.kind}, "
+                "under which no head streams in prompts",
+                allowed="heads.prompt_local with prefill.kind block_bounds",
+                remedy="drop heads.prompt_local, or set prefill",
+            )
+        for key in ("sink", "local", "prompt_local"):
+            tokens = getattr(self, key) or 0
             if tokens % point.page_size:
                 next_one = -(-tokens // point.page_size) * point.page_size
                 raise InvalidConfig(

@@ -23,7 +23,14 @@ if TYPE_CHECKING:
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.interfaces import Point
     from sglang_sparse_kernels.common import Impl
-    from sglang_sparse_kernels.records import KVScales, KVView, Lists, Scores, Softmax
+    from sglang_sparse_kernels.records import (
+        HeadWindows,
+        KVScales,
+        KVView,
+        Lists,
+        Scores,
+        Softmax,
+    )
     from sglang_sparse_kernels.select import TopkWorkspace
     from sglang_sparse_kernels.tiles import TilePlan
 
@@ -154,8 +161,6 @@ class TileRun:
         build: Build,
         programs: dict[int, LayerProgram],
         select: Callable[[int], TileStage],
-        *,
-        windows: bool = False,
     ) -> None:
         """Compile the stages of each layer.
 
@@ -164,12 +169,11 @@ class TileRun:
             build: pool, limits and what is always selected.
             programs: the layers' decode programs: their roles, maps and keys are used.
             select: makes the stage of a layer that selects, named by its global id.
-            windows: whether heads that stream do so in prompts.
         """
         from sglang_sparse_kernels.tiles import tile_tokens_of
 
         self.choice, self.impl, self.unit = choice, build.impl, build.unit
-        self.windows = windows
+        self.kinds = build.kinds
         self.page_size, self.query_heads = build.pool.page_size, build.query_heads
         self.lists = build.limits.lists
         self.programs = programs
@@ -315,7 +319,7 @@ class TileRun:
                 plan.rows.request_slots,
                 self.unit,
                 program.head_map,
-                program.windows if self.windows else None,
+                self._windows(program),
             ),
             softmax=softmax,
             out=torch.zeros(q.shape, dtype=q.dtype, device=q.device),
@@ -323,6 +327,12 @@ class TileRun:
         for stage in self.stages[layer]:
             stage.run(step)
         return step.out
+
+    def _windows(self, program: LayerProgram) -> HeadWindows | None:
+        """The heads of a layer that see windows in prompts."""
+        if not self.choice.has_windows or not program.attends:
+            return None
+        return self.kinds.prompt_windows.get(program.layer)
 
 
 def _aligned(size: int) -> int:

@@ -9,7 +9,7 @@ query of a tile is scored against the cuboid of each logical page, as LServe's d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 class BlockPrefill(TiledPrefill):
     """Tiles of prompt tokens attend to their best blocks and to themselves, by bounds of pages."""
+
+    has_windows: ClassVar[bool] = True
 
     kind: Literal["block_bounds"] = "block_bounds"
     floor: int = Field(
@@ -52,7 +54,7 @@ class BlockPrefill(TiledPrefill):
         def select(layer: int) -> SelectBlocks:
             return SelectBlocks(build, score, layer, programs[layer])
 
-        return TileRun(self, build, programs, select, windows=True) if programs else None
+        return TileRun(self, build, programs, select) if programs else None
 
 
 @dataclass(frozen=True)

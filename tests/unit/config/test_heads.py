@@ -236,3 +236,27 @@ def test_on_qwen3_8b_every_head_selects_until_its_streaming_heads_are_found() ->
     heads = {"kind": "streaming", "streaming": [[0, 1]] * 36}
     found = resolve("lserve", json.dumps({"heads": heads}), qwen.model)
     assert found.heads.window == (128, 1024)
+
+
+def test_windows_of_prompts_may_be_longer_as_in_the_paper() -> None:
+    paper = load_preset("llama-3.1-8b", "lserve_paper")
+    assert (paper.heads.window, paper.heads.prompt_window) == ((128, 256), (128, 8192))
+    plain = load_preset("llama-3.1-8b", "lserve")
+    assert plain.heads.window == plain.heads.prompt_window == (128, 1024)
+    assert preset_hash(paper) != preset_hash(plain)
+    own = {"heads", "description"}
+    assert paper.model_dump(exclude=own) == plain.model_dump(exclude=own)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"prefill": {"kind": "dense"}}, "heads.prompt_local 8192 with prefill.kind dense"),
+        ({"heads": {"prompt_local": 1000}}, "heads.prompt_local 1000 is no multiple of page_size"),
+    ],
+)
+def test_windows_of_prompts_without_use_or_off_the_page_are_refused(
+    change: dict[str, Any], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        resolve("lserve_paper", json.dumps(change), load_preset("llama-3.1-8b", "lserve").model)

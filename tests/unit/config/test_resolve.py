@@ -153,7 +153,7 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: cascade|kascade|kascade_sketch|lserve|page_minmax|psa|psa_sketch|sparcas|"
+            "allowed: cascade|kascade|kascade_sketch|lserve|lserve_paper|page_minmax|psa|psa_sketch|sparcas|"
             "custom",
         ],
     ),
