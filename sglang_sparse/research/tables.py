@@ -2,7 +2,8 @@
 """Raw tables by columns: a third of their size, with the same content.
 
 ``python -m sglang_sparse.research.tables FILE ...`` rewrites a study's JSON files for the
-repository: ``columns`` names the entries of each cell, and policies are places in ``policies``.
+repository: ``columns`` names the entries of each cell, and policies, where cells have them, are
+places in ``policies``.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ def pack(table: dict[str, Any]) -> dict[str, Any]:
     for cell in cells:
         if list(cell) != columns:
             raise ValueError(f"cells have {columns}, and one has {list(cell)}")
-        if cell["policy"] not in policies:
-            policies.append(cell["policy"])
-        rows.append([*(cell | {"policy": policies.index(cell["policy"])}).values()])
-    return table | {"policies": policies, "columns": columns, "cells": rows}
+        if "policy" in cell:
+            if cell["policy"] not in policies:
+                policies.append(cell["policy"])
+            cell = cell | {"policy": policies.index(cell["policy"])}
+        rows.append([*cell.values()])
+    named = {"policies": policies} if policies else {}
+    return table | named | {"columns": columns, "cells": rows}
 
 
 def cells_of(table: dict[str, Any]) -> list[Cell]:
@@ -36,6 +40,8 @@ def cells_of(table: dict[str, Any]) -> list[Cell]:
     if "columns" not in table:
         return list(table["cells"])
     cells = [dict(zip(table["columns"], row, strict=True)) for row in table["cells"]]
+    if "policies" not in table:
+        return cells
     return [cell | {"policy": table["policies"][cell["policy"]]} for cell in cells]
 
 

@@ -153,8 +153,8 @@ BAD: list[tuple[str | None, str | None, list[str]]] = [
         None,
         [
             "--sparse-method: it is not set",
-            "allowed: cascade|kascade|kascade_sketch|lserve|lserve_paper|page_minmax|psa|psa_sketch|sparcas|"
-            "custom",
+            "allowed: cascade|kascade|kascade_sketch|lserve|lserve_paper|page_minmax|psa|"
+            "psa_sketch|sparcas|custom",
         ],
     ),
     ("kaskade", None, ["--sparse-method kaskade: there is no such method", "sparcas|custom"]),

@@ -23,6 +23,14 @@ def test_a_packed_table_has_the_same_cells() -> None:
     assert pack(packed) == packed
 
 
+def test_cells_without_policies_are_packed_too() -> None:
+    cells = [{"arm": arm, "exact": 0.25} for arm in ("dense", "found")]
+    packed = pack({"cells": cells})
+    assert packed == {"columns": ["arm", "exact"], "cells": [["dense", 0.25], ["found", 0.25]]}
+    assert cells_of(packed) == cells
+    assert pack(packed) == packed
+
+
 def test_cells_with_other_entries_are_refused() -> None:
     with pytest.raises(ValueError, match="and one has"):
         pack({"cells": [*CELLS, {"task": "c"}]})
