@@ -2,7 +2,8 @@
 """Attention over ranked units that stops when a share of the attention mass is reached."""
 
 from .api import progressive_decode_attention, rank_units, residual_bounds
-from .rounds import Rounds, attend_round, begin_rounds
+from .rounds import attend_round, begin_rounds
+from .rounds_state import Rounds
 from .types import (
     COUNTERS,
     MAX_RANKED_UNITS,

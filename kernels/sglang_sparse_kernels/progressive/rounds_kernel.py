@@ -25,7 +25,7 @@ from .kernel import (
     num_programs,
     progress_of,
 )
-from .rounds import Rounds
+from .rounds_state import Rounds
 from .types import ROUNDS, MassStop, StopState
 from .work_kernel import Rows, attend_split, candidate_units, chunk_plan, row_plan
 
