@@ -61,6 +61,7 @@ INT4 = 1 / 2 + 2 / 128  # bytes of a channel, with its part of the scale
         ("kascade", 2.0),
         ("page_minmax", 2.0),
         ("lserve", 2.0),
+        ("lserve_paper", 2.0),
         ("psa", 2.0),
         ("kascade_sketch", (32 * 4 + 5) / (32 * 2 + 5)),
         ("sparcas", (32 * 4 + 30) / (32 * 2 + 30 * INT4)),
