@@ -13,6 +13,7 @@ from sglang_sparse.choices.retention.everything import KeepAll
 from sglang_sparse.launch import SparseLaunch, attach
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -37,7 +38,6 @@ def retrieval_view(runner: ModelRunner) -> Any:
     heads = pool.full_kv_pool.head_num
     config = launch.config.model_copy(update={"heads": RetrievalHeads(), "retention": KeepAll()})
     attach(args, SparseLaunch(replace(launch.resolved, config=config)))
-    group = model.num_attention_heads // pool.head_num
     return View(
         runner,
         server_args=args,
@@ -45,11 +45,19 @@ def retrieval_view(runner: ModelRunner) -> Any:
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator.full_attn_allocator,
         is_hybrid_swa=False,
         sliding_window_size=None,
-        model_config=View(
-            model,
-            num_attention_heads=group * heads,
-            num_key_value_heads=heads,
-            get_num_kv_heads=lambda tp_size, *_: heads // tp_size,
-            get_total_num_kv_heads=lambda: heads,
-        ),
+        model_config=model_with(model, heads),
     )
+
+
+def model_with(model: ModelConfig, heads: int) -> ModelConfig:
+    """``model`` with ``heads`` KV heads, and as many query heads each as before.
+
+    Its methods count heads from these attributes, so each of them agrees with the pool. FlashInfer
+    plans for the query heads that it is told of.
+    """
+    found, text = copy.copy(model), copy.copy(model.hf_text_config)
+    group = model.num_attention_heads // model.num_key_value_heads
+    for counts in (found, text):
+        counts.num_attention_heads, counts.num_key_value_heads = group * heads, heads
+    found.hf_text_config = text
+    return found
