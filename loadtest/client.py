@@ -33,6 +33,8 @@ class Record:
         queued: time in the server's queue, where the server reports it (`/generate` with metrics).
         prompt_tokens, cached_tokens, output_tokens: from the final usage. Over the OpenAI API a
             server reports cached tokens only with `--enable-cache-report`.
+        retractions: how often the server took it out of the running batch for lack of room, where
+            the server reports it (`/generate`).
         error: why it failed, or None.
         text: the answer.
     """
@@ -46,6 +48,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    retractions: int = 0
     error: str | None = None
     text: str = ""
 
@@ -196,6 +199,7 @@ def _take_generate(record: Record, event: dict[str, Any]) -> None:
     record.prompt_tokens = meta.get("prompt_tokens") or 0
     record.output_tokens = meta.get("completion_tokens") or 0
     record.cached_tokens = meta.get("cached_tokens") or 0
+    record.retractions = meta.get("num_retractions") or 0
     record.queued = meta.get("queue_time")
     record.text = event.get("text") or ""
     finish = meta.get("finish_reason") or {}

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 import urllib.error
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from live_server import LiveServer, logprobs, token_ids
+from scripts import LOADTEST
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -135,3 +139,18 @@ def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]
         live.generate([prompts[0][:50]], 1, custom_params={"sparse": {"mode": "dense"}})
     assert refused.value.code == 400
     assert "lie in host memory" in refused.value.read().decode()
+
+
+def test_requests_that_fit_are_those_none_of_which_is_retracted(server: Server) -> None:
+    live = server(RESIDENT)
+    live.flush()
+    command = [sys.executable, str(LOADTEST / "requests_that_fit.py"), "--base-url", live.url]
+    # The pool holds 1,024 tokens: room to begin three requests, and to finish two.
+    command += ["--length", "230", "--tokens", "130", "--most", "3", "--vocab", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["max_total_num_tokens"] == 1024
+    assert found["held"] == 2
+    assert [(r["sent"], r["at_once"]) for r in found["rounds"]] == [(3, 3), (2, 2)]
+    assert found["rounds"][0]["retracted"] > 0

@@ -18,7 +18,7 @@ def counts(model: ModelConfig) -> dict[str, Any]:
     found = {}
     for name, method in inspect.getmembers(model, inspect.ismethod):
         if name.startswith("get_") and name.endswith("_heads"):
-            ranks = {key: 1 for key in inspect.signature(method).parameters}
+            ranks = dict.fromkeys(inspect.signature(method).parameters, 1)
             found[name] = method(**ranks)
     return found
 
