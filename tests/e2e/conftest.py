@@ -15,7 +15,7 @@ from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environ
 from machine import HAS_GPU
 from placed import PLACED_SERVERS
 from server_host import Host
-from streaming_heads import STREAMING
+from streaming_heads import EQUALLY_STREAMING, STREAMING
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -48,11 +48,7 @@ ONE_LIST = {
 }
 # The budget as shipped; a request may ask for the whole context.
 ASKED = {"budget": {"max_fraction": 1.0}, "min_sparse_tokens": 64}
-# As many heads stream in each layer. Prompts see the windows in both.
-EQUAL_STREAMING = {
-    "layers": {"kind": "every"},
-    "heads": STREAMING | {"streaming": [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [1, 2]]},
-}
+# Prompts see the windows in both.
 HELD: dict[str, dict[str, object]] = {
     "kept": {"prefill": ALL_BLOCKS | {"min_tokens": 1}},
     "given-back": {"retention": {"kind": "streaming_window", "share": 0.125}},
@@ -265,7 +261,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             [
                 *SPARSE,
                 "page_minmax",
-                *("--sparse-config", json.dumps(CHOOSY | EQUAL_STREAMING | more)),
+                *("--sparse-config", json.dumps(CHOOSY | EQUALLY_STREAMING | more)),
                 *("--chunked-prefill-size", "512", "--max-total-tokens", "8192"),
                 *("--enable-cache-report", "--disable-overlap-schedule"),
             ],

@@ -10,6 +10,9 @@
 - `served`: the reference model with every method, decode graphs and the overlap scheduler: a full
   budget against dense, batches against their rows alone (:mod:`served_checks`).
 - `cascade`: the same of servers that hold a bounded number of tokens (:mod:`cascade_checks`).
+- `placed`: the same of servers with all KV in host memory.
+- `windows`: the same of servers whose streaming heads hold sinks and windows only
+  (:mod:`window_checks`). GPU servers refuse that, so it runs where it is asked for.
 - `soak`: mixed load with aborts, disconnects, cancellations and flushes, then SGLang's memory check
   and every plane compared with recomputation (`loadtest/soak.py`).
 
@@ -39,6 +42,7 @@ import cascade_checks
 import served_checks
 import server_host
 import soak
+import window_checks
 from compare_latency import output_of
 from documents import cut_documents
 from local import CONFIGURATIONS, ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
@@ -112,6 +116,11 @@ def draft(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     return compared(served_checks.drafting_configurations(), args, environment)
 
 
+def place(args: argparse.Namespace, environment: dict[str, str]) -> Part:
+    """The same of servers with all KV in host memory."""
+    return compared(served_checks.placed_configurations(), args, environment)
+
+
 def compared(
     flags_of: dict[str, list[str]], args: argparse.Namespace, environment: dict[str, str]
 ) -> Part:
@@ -142,6 +151,16 @@ def cascade(args: argparse.Namespace, environment: dict[str, str]) -> Part:
         cascade_checks.check(outcome, urls, asked.suite, asked.prompts, asked.dense, has_gpu())
 
     return beside_dense(dense | cascade_checks.configurations(), check, args, environment)
+
+
+def windows(args: argparse.Namespace, environment: dict[str, str]) -> Part:
+    """Start dense and servers whose streaming heads hold windows only, and compare them."""
+    dense = {"dense": served_checks.configurations()["dense"]}
+
+    def check(outcome: Outcome, urls: Urls, asked: Asked) -> None:
+        window_checks.check(outcome, urls, asked.prompts, asked.dense, has_gpu())
+
+    return beside_dense(dense | window_checks.configurations(), check, args, environment)
 
 
 class Asked(NamedTuple):
@@ -199,8 +218,11 @@ PARTS: dict[str, Callable[[argparse.Namespace, dict[str, str]], Part]] = {
     "prompts": prompt,
     "drafts": draft,
     "cascade": cascade,
+    "placed": place,
     "soak": soaked,
+    "windows": windows,
 }
+DEFAULT_PARTS = [name for name in PARTS if name != "windows"]
 
 
 def installed(name: str) -> str | None:
@@ -314,8 +336,8 @@ def parse() -> argparse.Namespace:
     add(
         "--parts",
         type=names_of(tuple(PARTS)),
-        default=list(PARTS),
-        help="kernels,served,prompts,drafts,cascade,soak",
+        default=DEFAULT_PARTS,
+        help=f"{','.join(PARTS)}; by default all but windows",
     )
     add("--out", type=Path, default=ROOT / "build" / "gpu-check.json")
     add("--logs", type=Path, help="folder of logs; that of --out by default")

@@ -63,6 +63,15 @@ DRAFT_MODEL = [
     *("--speculative-num-steps", str(DRAFTS - 1), "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", str(DRAFTS)),
 ]
+WITH_HOST_KV = " with KV in host memory"
+# Frames for what a step of eight requests touches, and not for the blocks of all prompts.
+_OF_A_NUMBER = 2 if has_gpu() else 4
+HOST_KV = {
+    "kind": "host",
+    "device_bytes": (160 << 20) * _OF_A_NUMBER,
+    "host_bytes": (256 << 20) * _OF_A_NUMBER,
+}
+HOST_KV_FLAGS = ["--context-length", "4608", "--max-total-tokens", "65536"]
 LEAST_ACCEPTED = 2.0  # tokens of a verification, on average
 WITH_SPARSE_PROMPTS = " with sparse prompts"
 
@@ -106,6 +115,18 @@ def drafting_configurations() -> dict[str, list[str]]:
         for name in names
     }
     return {"dense": found["dense"], **drafting}
+
+
+def placed_configurations() -> dict[str, list[str]]:
+    """Servers with all KV in host memory, beside dense."""
+    found = configurations()
+    placed = {"dense": found["dense"]}
+    for method in ("page_minmax", "psa"):
+        config = json.loads(found[method][-1])
+        config |= {"layers": {"kind": "every"}, "placement": HOST_KV}
+        flags = [*found[method][:-1], json.dumps(config), *HOST_KV_FLAGS]
+        placed[method + WITH_HOST_KV] = flags
+    return placed
 
 
 @dataclass(frozen=True)
@@ -324,6 +345,10 @@ def check_method(
         "overlap": overlap,
         "kv_cache_dtype": state["kv_cache_dtype"],
     }
+    if name.endswith(WITH_HOST_KV):
+        outcome.facts[name]["frames"] = frames = state["frames"]
+        outcome.check(frames["loads"] > 0, f"{name}: nothing was loaded")
+        outcome.check(frames["unserved"] == 0, f"{name}: {frames['unserved']} blocks had no frame")
     if drafted:
         # The first token is the prefill's.
         decoded, verified = sum(len(a.tokens) - 1 for a in each), sum(a.verifications for a in each)

@@ -10,3 +10,8 @@ STREAMING: dict[str, Any] = {
     "local": 128,
     "streaming": [[0, 1], [0, 2], [1, 3], [], [0, 1, 2, 3], [2, 3]],
 }
+# As many in each layer, as one pool of windows for all layers needs.
+EQUALLY_STREAMING: dict[str, Any] = {
+    "layers": {"kind": "every"},
+    "heads": STREAMING | {"streaming": [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [1, 2]]},
+}

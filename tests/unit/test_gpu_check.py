@@ -188,7 +188,7 @@ def test_reports_of_single_parts_become_one(
     [
         (
             "--parts kernels,nothing",
-            "'kernels,nothing' is not some of kernels, served, prompts, drafts, cascade, soak",
+            "'kernels,nothing' is not some of kernels, served, prompts, drafts, cascade, placed",
         ),
         ("--methods quest", "'quest' is not some of sparcas"),
         ("--parts kernels,soak --devices 0", "--devices: 2 parts need as many devices"),
@@ -251,8 +251,9 @@ def test_every_method_is_served_and_may_attend_to_everything() -> None:
         served_checks.drafting_configurations(),
         served_checks.prompting_configurations(),
     )
-    assert len(prompted) == 2
-    found |= drafted | prompted
+    placed = served_checks.placed_configurations()
+    assert (len(prompted), len(placed)) == (2, 3)
+    found |= drafted | prompted | placed
     for name, flags in found.items():
         if name != "dense":
             config = json.loads(flags[flags.index("--sparse-config") + 1])
