@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.research.tables import from_columns
+
 BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 SHAPES = ((32_768, 1), (131_072, 1), (32_768, 16), (131_072, 16))
 
@@ -103,7 +105,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Replace what stands between the markers, and draw the plot."""
     source, readme = Path(sys.argv[1]), Path(sys.argv[2])
-    report = json.loads(source.read_text())
+    report = from_columns(json.loads(source.read_text()))
     before, rest = readme.read_text().split(BEGIN)
     _, after = rest.split(END)
     readme.write_text(f"{before}{BEGIN}\n{table(report)}\n{END}{after}")

@@ -15,6 +15,7 @@ from sglang_sparse.config import configs_dir
 from sglang_sparse.research import host_frames
 from sglang_sparse.research.frames import FramePool
 from sglang_sparse.research.host_frames import Recording, hit_rates
+from sglang_sparse.research.tables import from_columns
 
 ROOT = Path(__file__).parents[3]
 REPORT = configs_dir() / "reference" / "host-report"
@@ -101,7 +102,7 @@ def test_layers_are_looked_up_one_after_the_other() -> None:
 
 
 def test_the_committed_table_is_that_of_the_committed_rows() -> None:
-    found = json.loads((REPORT / "frames.json").read_text())
+    found = from_columns(json.loads((REPORT / "frames.json").read_text()))
     assert host_frames.table(found) in (ROOT / "docs" / "host-memory.md").read_text()
     assert {row["preset"] for row in found["rows"]} == set(host_frames.PRESETS)
 
