@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sglang_sparse.research.tables import from_columns
+from sglang_sparse.research.tables import cells_of, from_columns
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "loadtest" / "results"
@@ -29,8 +29,7 @@ _MS, _S = "ms_per_token", "first_token_s"
 
 def _cells(folder: str, label: str) -> list[dict[str, Any]]:
     report = json.loads((RESULTS / folder / f"{label}.json").read_text(encoding="utf-8"))
-    cells: list[dict[str, Any]] = report["cells"]
-    return cells
+    return cells_of(report)
 
 
 def picture() -> str:

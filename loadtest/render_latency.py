@@ -14,12 +14,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.research.tables import cells_of
+
 GIB = 2**30
 
 
 def cells(report: dict[str, Any]) -> dict[tuple[int, int, bool], dict[str, Any]]:
     """Cells of one report by (context, batch, shared prompt)."""
-    return {(c["context"], c["batch"], c["shared_prompt"]): c for c in report["cells"]}
+    return {(c["context"], c["batch"], c["shared_prompt"]): c for c in cells_of(report)}
 
 
 def table(folder: Path) -> str:
