@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LServe's attention as it is served, beside FlashInfer's: check, then time.
 
-``python kernels/bench/lserve.py --out results.json [--parts decode,prefill] [--quick]``
+``python kernels/bench/lserve.py --out results.json [--parts decode,prefill] [--quick]
+[--prompts 16384]``
 
 The preset ``llama-3.1-8b/lserve``: half of the KV heads see sinks and a window, the others select
 units of 64 tokens by bounds of 16, anew every fourth step. Rows "half" are of layers in which half
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
     parser.add_argument("--parts", default="decode,prefill", help="decode, prefill or both")
     parser.add_argument("--quick", action="store_true", help="the smallest shape of each part")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PREFILL, metavar="TOKENS")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     args = parser.parse_args()
     parts, begin = args.parts.split(","), time.monotonic()
@@ -155,7 +157,7 @@ def main() -> None:
         decode.append(bench_decode(bench, shape, failures))
         write(decode=decode)
         torch.cuda.empty_cache()
-    for tokens in PREFILL[:last] if "prefill" in parts else ():
+    for tokens in args.prompts[:last] if "prefill" in parts else ():
         prefill.append(bench_prompt(report, tokens, failures))
         write(prefill=prefill)
         torch.cuda.empty_cache()

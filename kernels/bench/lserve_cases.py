@@ -35,9 +35,9 @@ MODEL = Shape(context=0, batch=0, budget=4096)
 PRESET = load_preset("llama-3.1-8b", "lserve")
 CHANGES: dict[str, Any] = {}  # what differs from the preset
 EVERY = 4  # steps between selections, as the preset says
-PROMPT = {"kind": "block_bounds", "floor": 1024}
+PROMPT: dict[str, Any] = {"kind": PRESET.prefill.kind, "floor": PRESET.prefill.floor}
 CHECKED_DECODE, CHECKED_PREFILL = (20_001, 3), 4001
-CHECKED_PROMPT = {"min_tokens": 1500, "fraction": 0.1}
+CHECKED_PROMPT = {"min_tokens": 1500, "fraction": 0.1, "floor": 1024}
 # Calls that a timed graph holds at least, so that to start it, some 10 us, is no part of a call.
 CALLS = 32
 SCORE, SELECT, ATTEND, ALL = slice(0, 1), slice(1, 2), slice(2, 3), slice(None)

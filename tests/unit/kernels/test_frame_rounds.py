@@ -137,6 +137,20 @@ def allowed(begin: int, stop: int) -> int:
     return next((n for n in (begin, 2 * begin, 4 * begin) if stop <= n), 1000)
 
 
+def assert_same_counts(one: torch.Tensor, other: torch.Tensor, impl: str, pairs: int) -> None:
+    """Counts of a step; a compiled kernel may round the share of each pair the other way.
+
+    The share is rounded to a millionth; two programs whose exponentials differ by a bit of fp32
+    lie at most one apart.
+    """
+    change = (one - other).abs()
+    share = COUNTERS.index("share_millionths")
+    most = pairs if impl == "triton" and DEVICE.type == "cuda" else 0
+    assert int(change[share]) <= most
+    change[share] = 0
+    assert not change.any()
+
+
 @pytest.fixture(autouse=True)
 def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few parts of what is attended to in any case, so that dense rows' hold several tiles."""
@@ -168,7 +182,8 @@ def test_output_stops_and_loads_are_those_of_algorithm_1(
             assert not want.isnan().any()
             assert same_bytes(got, want), f"step {number}"
             assert torch.equal(*tier.reached)
-            assert torch.equal(*tier.counters)
+            assert_same_counts(*tier.counters, impl, tier.rows * batch.heads)
+            tier.counters[1] = tier.counters[0]
             after = tier.expected[0][slots].tolist()
             if impl == "triton":  # the definition over resident KV expects nothing
                 assert tier.expected[1][slots].tolist() == after
