@@ -18,11 +18,6 @@ PLACED_RULES = (
     Rule("speculative_algorithm", (None,), "drafts are not tested with frames yet"),
     Rule("enable_hierarchical_cache", (False, None), "all KV lies in host memory already"),
     Rule("enable_memory_saver", (False, None), "released frames are not restored"),
-    Rule(
-        "prefill_max_requests",
-        (1, None),
-        "a prompt attends to a copy of its prefix, and there is room for one",
-    ),
 )
 _PROBE = "SGLANG_SPARSE_PROBE"
 
@@ -57,4 +52,19 @@ def check_placed(args: Any, resolved: Resolved) -> None:
             allowed="unset",
             remedy=f"unset {_PROBE}",
         )
-    args.prefill_max_requests = 1
+    args.prefill_max_requests = _prompts(args.prefill_max_requests)
+
+
+def _prompts(asked: int | None) -> int:
+    """Prompts that share a prefill batch: one, unless asked otherwise; each takes device memory."""
+    if asked is None:
+        return 1
+    if asked < 1:
+        raise ConfigError(
+            flag="--prefill-max-requests",
+            value=str(asked),
+            problem="no prompt would run",
+            allowed="1 or more",
+            remedy="leave it unset for one prompt at a time",
+        )
+    return asked

@@ -69,7 +69,13 @@ def pages_of_row(config: SparseConfig, list_units: int) -> tuple[int, int]:
 
 
 def frame_sizes(
-    config: SparseConfig, pool: HostKVPool, limits: Limits, *, request_slots: int, max_context: int
+    config: SparseConfig,
+    pool: HostKVPool,
+    limits: Limits,
+    *,
+    request_slots: int,
+    max_context: int,
+    copy_pages: int,
 ) -> FrameSizes:
     """Divide `placement.device_bytes`.
 
@@ -79,6 +85,7 @@ def frame_sizes(
         limits: of a decode step.
         request_slots: rows of SGLang's request table.
         max_context: its columns.
+        copy_pages: pages of the copy that prompts attend to, see :func:`pages_to_copy`.
 
     Raises:
         ConfigError: it is too little for the most that one step touches.
@@ -91,7 +98,7 @@ def frame_sizes(
     block = 2 * page * pool.head_dim * pool.dtype.itemsize
     # Keys of pages that are being written lie in rows once more, for their planes.
     pinned = request_slots * layers * heads * (block + block // 2)
-    fixed = pinned + buffer_bytes(pool, longest_pages(pool, max_context))
+    fixed = pinned + buffer_bytes(pool, copy_pages)
     device_bytes, _ = config.placement.room
     cached = (device_bytes - fixed) // (block + _ORDER_BYTES)
     if cached < demand.blocks:
@@ -102,7 +109,7 @@ def frame_sizes(
             f"at least {least}",
             f"a step of {request_slots} requests touches up to {row_pages} pages in {layers} "
             f"layers of {heads} KV heads: raise it, or lower --max-running-requests, "
-            "--context-length, the budget, min_sparse_tokens or page_size",
+            "--context-length, --prefill-max-requests, the budget, min_sparse_tokens or page_size",
         )
     # More frames than blocks would never be used.
     most = max(demand.blocks, layers * pool.num_pages * heads)
@@ -273,6 +280,7 @@ class HostFrames:
             "frames": self.frames.cached,
             "frame_bytes": self.block_bytes,
             "pinned_pages": len(self._rows),
+            "prompt_bytes": self.prompts.nbytes(),
             **(self.counts(wait=True) or {}),
         }
 
@@ -282,9 +290,33 @@ class HostFrames:
         return own + tensor_bytes(self._rounds) + self.prompts.nbytes()
 
 
-def longest_pages(pool: HostKVPool, max_context: int) -> int:
-    """Pages of the longest request that a pool holds."""
-    return min(-(-max_context // pool.page_size), pool.num_pages)
+def pages_to_copy(
+    config: SparseConfig, pool: HostKVPool, *, request_slots: int, max_context: int, prompts: int
+) -> int:
+    """Pages of the copy that the prompts of a batch attend to, each as long as a request may be.
+
+    Args:
+        config: the resolved configuration.
+        pool: keys and values in host memory.
+        request_slots: rows of SGLang's request table, one of them padding.
+        max_context: its columns.
+        prompts: the most in a batch; there are never more than requests.
+
+    Raises:
+        ConfigError: the copy alone exceeds `placement.device_bytes`.
+    """
+    longest = min(-(-max_context // pool.page_size), pool.num_pages)
+    pages = min(prompts, request_slots - 1) * longest
+    device_bytes, _ = config.placement.room
+    if buffer_bytes(pool, pages) > device_bytes:
+        raise refuse(
+            "--sparse-config",
+            f"placement.device_bytes={device_bytes}",
+            f"more than {buffer_bytes(pool, pages)}",
+            f"a prefill of {pages // longest} prompts takes so much beside the frames: raise it, "
+            "or lower --prefill-max-requests or --context-length",
+        )
+    return pages
 
 
 def make_frames(
@@ -301,5 +333,6 @@ def make_frames(
         build.limits,
         request_slots=build.columns.request_slots,
         max_context=max_context,
+        copy_pages=prompts.pages,
     )
     return HostFrames(pool, build, sizes, prompts)

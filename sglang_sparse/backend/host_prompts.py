@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of a server whose KV lies in host memory: a copy of one layer at a time on the device.
 
-The inner backend attends to rows, as ever. It sees a pool that has a request's pages of one layer,
-and a table that leads to them. The prefix of a layer is copied from the host while the layer before
-it runs; what the layer writes goes back to the host behind its attention. There are two buffers,
-which layers take in turns.
+The inner backend attends to rows, as ever. It sees a pool that has the pages of one layer of a
+batch's requests, and a table that leads to them. The prefixes of a layer are copied from the host
+while the layer before it runs; what the layer writes goes back to the host behind its attention.
+There are two buffers, which layers take in turns. Requests lie in a buffer one behind the other.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class HostPrompts:
     """Buffers of two layers, the table that leads to them, and the copies from and to the host.
 
     Attributes:
+        pages: that a buffer has room for.
         spans: requests of the batch that was planned last.
         table: int32 [request slots, max context], slots in a buffer by request slot and position.
     """
@@ -87,7 +88,7 @@ class HostPrompts:
             pool: keys and values in host memory.
             request_slots: rows of SGLang's request table.
             max_context: its columns.
-            pages: pages of the longest request.
+            pages: of the longest batch.
         """
         self._pool, self._device = pool, torch.device(pool.device)
         # Page 0, which the table has for rows of nobody, stays empty.
@@ -100,7 +101,7 @@ class HostPrompts:
             for _ in range(_BUFFERS)
         )
         self._planes = [StagedPlanes(pool, [k]) for k, _ in self._buffers]
-        self._capacity = pages
+        self.pages = pages
         self.table = torch.zeros(
             (request_slots, max_context), dtype=torch.int32, device=self._device
         )
@@ -152,8 +153,8 @@ class HostPrompts:
         lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         self.spans = lay_out(page_table, prefixes, lengths, self._pool.page_size)
         used = sum(len(span.pages) for span in self.spans)
-        if used > self._capacity:
-            raise RuntimeError(f"a prefill of {used} pages exceeds the {self._capacity} of a copy")
+        if used > self.pages:
+            raise RuntimeError(f"a prefill of {used} pages exceeds the {self.pages} of a copy")
         slots, page = forward_batch.req_pool_indices.long(), self._pool.page_size
         written = []
         for row, span in enumerate(self.spans):

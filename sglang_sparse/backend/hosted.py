@@ -17,7 +17,7 @@ from sglang_sparse import compat
 from sglang_sparse.backend.attention import SparseAttentionBackend
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
-from sglang_sparse.backend.host_frames import HostFrames, longest_pages, make_frames
+from sglang_sparse.backend.host_frames import HostFrames, make_frames, pages_to_copy
 from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.checks import refuse
@@ -115,15 +115,17 @@ class HostedAttentionBackend(SparseAttentionBackend):
                 "models that write keys and values through the pool, with placement.kind=host",
                 "this one may write them within RoPE: drop placement",
             )
-        table = runner.req_to_token_pool.req_to_token
-        self._max_context = table.shape[1]
-        self._prompts = HostPrompts(
-            runner.token_to_kv_pool,
-            request_slots=table.shape[0],
-            max_context=table.shape[1],
-            pages=longest_pages(runner.token_to_kv_pool, table.shape[1]),
+        pool = runner.token_to_kv_pool
+        slots, columns = runner.req_to_token_pool.req_to_token.shape
+        self._config, self._max_context = launch_of_runner(runner).config, columns
+        pages = pages_to_copy(
+            self._config,
+            pool,
+            request_slots=slots,
+            max_context=columns,
+            prompts=compat.resolved(runner.server_args).prefill_max_requests,
         )
-        self._config = launch_of_runner(runner).config
+        self._prompts = HostPrompts(pool, request_slots=slots, max_context=columns, pages=pages)
         return self._prompts.runner(runner)
 
     def _completed(self, build: Build) -> Build:

@@ -76,15 +76,16 @@ def test_answers_are_those_of_kv_on_the_device_to_the_bit(
 def test_requests_at_once_that_are_retracted_answer_alike(
     server: Server, prompts: list[list[int]]
 ) -> None:
-    # Together they outgrow the pool, so one is retracted and computed anew.
+    # Two prompts share a batch. All outgrow the pool, so one is retracted and computed anew.
     batch = [prompts[i][:230] for i in (2, 7, 12)]
     answers = {}
     for name in (RESIDENT, HOSTED):
         live = server(name)
         live.flush()
-        before = retracted(live)
+        before = retracted(live), batches_of_two(live)
         answers[name] = live.generate(batch, 125, ignore_eos=True)
-        assert retracted(live) > before
+        assert retracted(live) > before[0]
+        assert batches_of_two(live) > before[1]
     assert token_ids(answers[HOSTED]) == token_ids(answers[RESIDENT])
     change = zip(logprobs(answers[HOSTED]), logprobs(answers[RESIDENT]), strict=True)
     assert max(abs(a - b) for a, b in change) <= 1e-4
@@ -93,6 +94,11 @@ def test_requests_at_once_that_are_retracted_answer_alike(
 def retracted(live: LiveServer) -> int:
     """Requests that were retracted so far, by the server's log."""
     return live.log.read_text().count("KV cache pool is full. Retract")
+
+
+def batches_of_two(live: LiveServer) -> int:
+    """Prefill batches of two prompts so far, by the server's log."""
+    return live.log.read_text().count("Prefill batch, #new-seq: 2,")
 
 
 def test_short_requests_attend_to_everything(server: Server, prompts: list[list[int]]) -> None:

@@ -14,16 +14,16 @@ PAGES_OF_16 = {
     "page_size": 16,
 }
 # Few frames: two thirds of the blocks that the host has.
-ON_HOST = {"kind": "host", "device_bytes": 14_300_000, "host_bytes": 64 << 20}
+ON_HOST = {"kind": "host", "device_bytes": 18_500_000, "host_bytes": 64 << 20}
 PLACEMENTS: dict[str, dict[str, object]] = {"device": {}, "host": {"placement": ON_HOST}}
 
-# A pool that three requests overfill; one prompt at a time, as where KV is on the host.
+# A pool that three requests overfill, and prefill batches of up to two prompts.
 PLACED_SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     f"placed-on-{where}": (
         [
             *(*PSA, "--sparse-config", json.dumps(PAGES_OF_16 | placement)),
-            *("--chunked-prefill-size", "256", "--max-total-tokens", "1024"),
-            *("--max-running-requests", "3", "--prefill-max-requests", "1"),
+            *("--chunked-prefill-size", "512", "--max-total-tokens", "1024"),
+            *("--max-running-requests", "3", "--prefill-max-requests", "2"),
             *("--schedule-conservativeness", "0.01", "--context-length", "1024"),
             *("--enable-metrics", "--enable-cache-report"),
         ],

@@ -121,21 +121,25 @@ def test_other_versions_are_refused_by_name(monkeypatch, number):
         ("speculative_algorithm", "NGRAM"),
         ("enable_hierarchical_cache", True),
         ("enable_memory_saver", True),
-        ("prefill_max_requests", 2),
+        ("prefill_max_requests", 0),
+        ("prefill_max_requests", -1),
     ],
 )
 def test_flags_that_frames_do_not_follow_are_refused_by_name(field, value):
-    with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
+    with pytest.raises(ConfigError, match=f"^--{field.replace('_', '-')} {value}: .*; allowed: "):
         check_placed(flags(**{field: value}), resolve())
 
 
 @pytest.mark.usefixtures("tested")
-def test_prompts_run_one_at_a_time_and_without_the_probe(monkeypatch):
+def test_prompts_run_one_at_a_time_unless_asked_otherwise_and_without_the_probe(monkeypatch):
     args = flags()
     check_placed(args, resolve(placement={"kind": "device"}))
     assert args.prefill_max_requests is None
     check_placed(args, resolve())
     assert args.prefill_max_requests == 1
+    several = flags(prefill_max_requests=3)
+    check_placed(several, resolve())
+    assert several.prefill_max_requests == 3
     monkeypatch.setenv("SGLANG_SPARSE_PROBE", "1")
     with pytest.raises(ConfigError, match="SGLANG_SPARSE_PROBE 1"):
         check_placed(args, resolve())

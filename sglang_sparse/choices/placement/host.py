@@ -29,7 +29,8 @@ class OnHost(PlacementChoice):
     device_bytes: int = Field(
         ge=1,
         description="Device memory for keys and values: frames, pages that are being written, and "
-        "two layers of the longest request.",
+        "two layers of the longest request, for each prompt of a prefill batch "
+        "(--prefill-max-requests, 1 unless set).",
     )
     host_bytes: int = Field(
         ge=1,

@@ -15,7 +15,7 @@ from sglang_sparse.backend.allocate import allocate
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.backend.heads import Heads
-from sglang_sparse.backend.host_frames import frame_sizes, longest_pages, make_frames
+from sglang_sparse.backend.host_frames import frame_sizes, make_frames, pages_to_copy
 from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.hosted import HostedDecode, HostedExtend
 from sglang_sparse.backend.program import compile_programs
@@ -85,6 +85,15 @@ class Prefix:
 
 
 @dataclass
+class Prompt:
+    """A request to begin: its tokens behind a prefix, and the pages that a chunk has."""
+
+    tokens: int
+    chunk_pages: int
+    prefix: Prefix | None = None
+
+
+@dataclass
 class Side:
     """One of the two servers: pool, buffers and steps."""
 
@@ -104,8 +113,11 @@ class Twins:
         frames: the hosted side's.
     """
 
-    def __init__(self, config: SparseConfig, *, pages: int = 40, seed: int = 0) -> None:
-        self.config, self.page = config, config.page_size
+    def __init__(
+        self, config: SparseConfig, *, pages: int = 40, seed: int = 0, prompts: int = 1
+    ) -> None:
+        """`prompts` of the hosted side may share a prefill batch."""
+        self.config, self.page, self.prompts = config, config.page_size, prompts
         self.numbers = torch.Generator().manual_seed(seed)
         self.rng = Random(seed)
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
@@ -147,10 +159,11 @@ class Twins:
 
     def _with_frames(self, build: Any, pool: Any) -> Any:
         """Frames in the smallest number that is allowed, so that they are replaced all the time."""
-        prompts = HostPrompts(
-            pool, request_slots=SLOTS, max_context=CONTEXT, pages=longest_pages(pool, CONTEXT)
+        pages = pages_to_copy(
+            self.config, pool, request_slots=SLOTS, max_context=CONTEXT, prompts=self.prompts
         )
-        least = least_device_bytes(self.config, pool, build)
+        prompts = HostPrompts(pool, request_slots=SLOTS, max_context=CONTEXT, pages=pages)
+        least = least_device_bytes(self.config, pool, build, pages)
         config = self.config.model_copy(
             update={"placement": self.config.placement.model_copy(update={"device_bytes": least})}
         )
@@ -158,21 +171,29 @@ class Twins:
 
     # The schedule.
 
-    def can_begin(self) -> bool:
-        """Whether there is a slot and room for the longest request."""
-        return bool(self.free_slots) and len(self.free_pages) >= CONTEXT // self.page
+    def can_begin(self, count: int = 1) -> bool:
+        """Whether there are slots and room for so many requests of the greatest length."""
+        room = len(self.free_pages) >= count * (CONTEXT // self.page)
+        return room and len(self.free_slots) >= count
 
-    def begin(self, tokens: int, chunk_pages: int, prefix: Prefix | None) -> Request:
-        """Prefill a new request in chunks of whole pages; the last one may end within a page."""
-        shared = [] if prefix is None else prefix.pages
-        request = Request(self.free_slots.pop(), list(shared), len(shared) * self.page, len(shared))
-        if prefix is not None:
-            prefix.users += 1
-        end = min(request.length + tokens, CONTEXT - self.page)
-        while request.length < end:
-            self._prefill(request, min(end, request.length + chunk_pages * self.page))
-        self.running.append(request)
-        return request
+    def begin(self, *prompts: Prompt) -> None:
+        """Prefill new requests together, each in chunks; its last one may end within a page."""
+        begun = []
+        for prompt in prompts:
+            shared = [] if prompt.prefix is None else prompt.prefix.pages
+            length = len(shared) * self.page
+            request = Request(self.free_slots.pop(), list(shared), length, len(shared))
+            if prompt.prefix is not None:
+                prompt.prefix.users += 1
+            end = min(length + prompt.tokens, CONTEXT - self.page)
+            begun.append((request, end, prompt.chunk_pages * self.page))
+        while chunks := [
+            (request, min(end, request.length + chunk))
+            for request, end, chunk in begun
+            if request.length < end
+        ]:
+            self._prefill(chunks)
+        self.running += [request for request, *_ in begun]
 
     def _grow(self, request: Request, length: int) -> None:
         while len(request.pages) * self.page < length:
@@ -184,34 +205,40 @@ class Twins:
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.numbers).bfloat16().to(DEVICE)
 
-    def _prefill(self, request: Request, end: int) -> None:
-        start = request.length
-        self._grow(request, end)
-        slots = self.table[request.slot, start:end].long()
-        batch = SimpleNamespace(
-            req_pool_indices=torch.tensor([request.slot], device=DEVICE),
-            seq_lens=torch.tensor([end], device=DEVICE),
-            extend_prefix_lens=torch.tensor([start], device=DEVICE),
-            extend_seq_lens_cpu=[end - start],
-            extend_prefix_lens_cpu=[start],
-        )
-        # A stand-in for SGLang's batch; the steps of `hosted` are those of a hosted server.
-        for side in (self.resident, self.hosted):
-            side.extend.plan_batch(batch)  # type: ignore[arg-type]
-        inner = self.seen.token_to_kv_pool
-        rows = self.table[request.slot, :end].long()
-        copied = self.frames.prompts.table[request.slot, :end].long()
+    def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
+        """Prefill requests up to so many tokens: one by one on the device, at once on the host."""
+        new = sum(end - request.length for request, end in chunks)
+        k, v = (self._random(LAYERS, new, HEADS, DIM) for _ in "kv")
+        first = 0
+        for request, end in chunks:
+            self._grow(request, end)
+            at = slice(first, first + end - request.length)
+            self._prefill_resident(request, end, k[:, at], v[:, at])
+            first = at.stop
+        # The steps of `hosted` are those of a hosted server.
+        self.hosted.extend.plan_batch(_extend_batch(chunks))
+        inner, copies = self.seen.token_to_kv_pool, self.frames.prompts.table
+        rows = torch.cat([self.table[request.slot, :end].long() for request, end in chunks])
+        copied = torch.cat([copies[request.slot, :end].long() for request, end in chunks])
+        assert len(copied.unique()) == len(copied), "requests share rows of a copy"
         for layer in range(LAYERS):
-            k, v = self._random(end - start, HEADS, DIM), self._random(end - start, HEADS, DIM)
-            self._write_resident(layer, slots, k, v)
             self.hosted.extend.begin_layer(layer)  # type: ignore[attr-defined]
-            inner.set_kv_buffer(SimpleNamespace(layer_id=layer), None, k, v)
+            inner.set_kv_buffer(SimpleNamespace(layer_id=layer), None, k[layer], v[layer])
             found = inner.get_kv_buffer(layer)
             for got, want in zip(found, self._resident_rows(layer), strict=True):
                 assert torch.equal(got[copied], want[rows]), f"layer {layer} of a prompt"
-            for side in (self.resident, self.hosted):
-                side.extend.end_layer(layer)
-        request.length = end
+            self.hosted.extend.end_layer(layer)
+        for request, end in chunks:
+            request.length = end
+
+    def _prefill_resident(
+        self, request: Request, end: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        slots = self.table[request.slot, request.length : end].long()
+        self.resident.extend.plan_batch(_extend_batch([(request, end)]))
+        for layer in range(LAYERS):
+            self._write_resident(layer, slots, k[layer], v[layer])
+            self.resident.extend.end_layer(layer)
 
     def _resident_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         pool = self.resident.pool
@@ -342,7 +369,19 @@ class Twins:
         assert pool.counters[2] == 0
 
 
-def least_device_bytes(config: SparseConfig, pool: Any, build: Any) -> int:
+def _extend_batch(chunks: list[tuple[Request, int]]) -> Any:
+    """A stand-in for SGLang's batch: requests, and how many tokens they have after it."""
+    ends, starts = [end for _, end in chunks], [request.length for request, _ in chunks]
+    return SimpleNamespace(
+        req_pool_indices=torch.tensor([request.slot for request, _ in chunks], device=DEVICE),
+        seq_lens=torch.tensor(ends, device=DEVICE),
+        extend_prefix_lens=torch.tensor(starts, device=DEVICE),
+        extend_seq_lens_cpu=[end - start for start, end in zip(starts, ends, strict=True)],
+        extend_prefix_lens_cpu=starts,
+    )
+
+
+def least_device_bytes(config: SparseConfig, pool: Any, build: Any, copy_pages: int) -> int:
     """The least `placement.device_bytes` that a server starts with, as its refusal says."""
     from sglang_sparse.config import ConfigError
 
@@ -350,7 +389,7 @@ def least_device_bytes(config: SparseConfig, pool: Any, build: Any) -> int:
     try:
         frame_sizes(
             config.model_copy(update={"placement": small}), pool, build.limits,
-            request_slots=SLOTS, max_context=CONTEXT,
+            request_slots=SLOTS, max_context=CONTEXT, copy_pages=copy_pages,
         )  # fmt: skip
     except ConfigError as error:
         return int(str(error).split("at least ")[1].split(";")[0])

@@ -7,7 +7,7 @@ from random import Random
 
 import hypothesis.strategies as st
 import pytest
-from host_kv_harness import BUDGETS, CONTEXT, Twins, make_config
+from host_kv_harness import BUDGETS, CONTEXT, Prefix, Prompt, Twins, make_config
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -35,17 +35,32 @@ class Schedules(RuleBasedStateMachine):
         # Bounds are of the step that selects.
         every = 1 if budget in ("bounds", "scores") else every
         config = make_config(page, cadence={"kind": "steps", "every": every}, **BUDGETS[budget])
-        self.twins = Twins(config, pages=3 * CONTEXT // page + 2, seed=seed)
+        self.twins = Twins(config, pages=3 * CONTEXT // page + 2, seed=seed, prompts=2)
 
     @precondition(lambda self: self.twins is not None and self.twins.can_begin())
     @rule(tokens=st.integers(1, CONTEXT), chunk=st.integers(1, 4), which=st.integers(0, 9))
     def begin(self, tokens: int, chunk: int, which: int) -> None:
         """A request, cold or behind a prefix."""
+        self.twins.begin(Prompt(tokens, chunk, self._prefix(which)))
+
+    @precondition(lambda self: self.twins is not None and self.twins.can_begin(2))
+    @rule(
+        tokens=st.tuples(*[st.integers(1, CONTEXT)] * 2),
+        chunks=st.tuples(*[st.integers(1, 4)] * 2),
+        which=st.tuples(*[st.integers(0, 9)] * 2),
+    )
+    def begin_two(
+        self, tokens: tuple[int, int], chunks: tuple[int, int], which: tuple[int, int]
+    ) -> None:
+        """Two requests in one batch, maybe behind the same prefix; one of them may go on alone."""
+        prefixes = map(self._prefix, which)
+        self.twins.begin(*map(Prompt, tokens, chunks, prefixes))
+
+    def _prefix(self, which: int) -> Prefix | None:
         prefixes = self.twins.prefixes
         prefix = prefixes[which % len(prefixes)] if prefixes and which % 3 else None
-        if prefix is not None and (len(prefix.pages) + 1) * self.twins.page >= CONTEXT:
-            prefix = None
-        self.twins.begin(tokens, chunk, prefix)
+        long = prefix is not None and (len(prefix.pages) + 1) * self.twins.page >= CONTEXT
+        return None if long else prefix
 
     @precondition(lambda self: self.twins is not None and self.twins.running)
     @rule(steps=st.integers(1, 20), padding=st.sampled_from((0, 0, 2)), graph=st.booleans())
@@ -96,13 +111,16 @@ def test_any_schedule_has_the_bits_of_resident_kv() -> None:
 )  # fmt: skip
 def test_many_steps_have_the_bits_of_resident_kv(budget: str, page: int, steps: int) -> None:
     config = make_config(page, **BUDGETS[budget])
-    rng, twins = Random(page), Twins(config, pages=6 * CONTEXT // page, seed=page)
+    rng, twins = Random(page), Twins(config, pages=6 * CONTEXT // page, seed=page, prompts=2)
     for number in range(steps):
         while twins.can_begin() and rng.random() < 0.5:
-            prefix = rng.choice([None, *twins.prefixes])
-            if prefix is not None and (len(prefix.pages) + 1) * page >= CONTEXT:
-                prefix = None
-            twins.begin(rng.randrange(1, CONTEXT), rng.randrange(1, 4), prefix)
+            prompts = []
+            for _ in range(rng.randrange(1, 3) if twins.can_begin(2) else 1):
+                prefix = rng.choice([None, *twins.prefixes])
+                if prefix is not None and (len(prefix.pages) + 1) * page >= CONTEXT:
+                    prefix = None
+                prompts.append(Prompt(rng.randrange(1, CONTEXT), rng.randrange(1, 4), prefix))
+            twins.begin(*prompts)
         twins.step(number % 2, graph=number % 3 > 0)
         for request in [one for one in twins.running if one.length == CONTEXT]:
             twins.end(request, keep=rng.random() < 0.5)

@@ -19,7 +19,7 @@ from host_kv_harness import (
 )
 
 from sglang_sparse import pools
-from sglang_sparse.backend.host_frames import pages_of_row
+from sglang_sparse.backend.host_frames import pages_of_row, pages_to_copy
 from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
 from sglang_sparse.config import ConfigError
 from sglang_sparse_radix import host_kv
@@ -96,6 +96,22 @@ def test_a_batch_that_is_longer_than_a_copy_is_an_error():
         twins.frames.prompts.plan(batch, pages)
 
 
+def test_a_copy_has_room_for_each_prompt_and_for_no_more_prompts_than_requests():
+    twins = Twins(make_config(PAGE))
+    sizes = {"request_slots": 4, "max_context": CONTEXT}
+
+    def pages(prompts: int, device_bytes: int = 1 << 30) -> int:
+        placement = {"kind": "host", "device_bytes": device_bytes, "host_bytes": 1 << 30}
+        config = make_config(PAGE, placement=placement)
+        return pages_to_copy(config, twins.hosted.pool, prompts=prompts, **sizes)
+
+    assert [pages(n) for n in (1, 2, 3, 4, 9)] == [10, 20, 30, 30, 30]
+    of_two = buffer_bytes(twins.hosted.pool, 20)
+    assert pages(2, of_two) == 20
+    with pytest.raises(ConfigError, match=rf"device_bytes={of_two}: .*--prefill-max-requests"):
+        pages(3, of_two)
+
+
 def test_keys_with_scales_and_readers_of_rows_are_refused():
     twins = Twins(make_config(PAGE))
     k = torch.zeros((1, HEADS, DIM), device=DEVICE)
@@ -106,15 +122,17 @@ def test_keys_with_scales_and_readers_of_rows_are_refused():
             getattr(twins.hosted.pool, name)(0)
 
 
-def test_device_bytes_are_what_is_taken():
-    twins = Twins(make_config(PAGE))
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_device_bytes_are_what_is_taken(prompts):
+    twins = Twins(make_config(PAGE), prompts=prompts)
     frames, pool = twins.frames, twins.hosted.pool
     given = frames.frames.demand.blocks
     assert frames.frames.cached == given
     rows = frames.frames.k.nbytes + frames.frames.v.nbytes + frames._keys.nbytes
     buffers = sum(part.nbytes for pair in frames.prompts._buffers for part in pair)
-    assert buffers == buffer_bytes(pool, CONTEXT // PAGE)
-    least = least_device_bytes(twins.config, pool, twins.hosted.build)
+    pages = prompts * CONTEXT // PAGE
+    assert buffers == buffer_bytes(pool, pages)
+    least = least_device_bytes(twins.config, pool, twins.hosted.build, pages)
     assert least == rows + buffers + 12 * given
 
 
