@@ -42,6 +42,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "frame_hits": ("Blocks of a decode step that lay in a frame.", ()),
     "frame_loads": ("Blocks that decode steps took from host memory.", ()),
     "frame_loaded_bytes": ("Bytes of those blocks.", ()),
+    "frame_stall_nanoseconds": ("Time that decode steps waited for those blocks.", ()),
 }
 
 
@@ -129,7 +130,7 @@ class Exporter:
                 metric = "mass_lists" if name == "pairs" else f"mass_{name}"
                 self._to(metric, total, layer=str(layer))
         if frames is not None:
-            for name in ("hits", "loads", "loaded_bytes"):
+            for name in ("hits", "loads", "loaded_bytes", "stall_nanoseconds"):
                 self._to(f"frame_{name}", frames[name])
         reuse = getattr(tree_cache, "plane_reuse", None)
         if reuse is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 from triton.language.target_info import cuda_capability_geq
 
 from .common import group_size, next_power_of_2
@@ -110,6 +110,16 @@ def begin():
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def read_clock(clock):
+    """Nanoseconds of the GPU, which all programs share.
+
+    Or the next of given ones: ``clock`` is int64 [1 + n], how many have been read, then they. The
+    interpreter has no other.
+    """
+    return globaltimer() if clock is None else tl.load(clock + 1 + tl.atomic_add(clock, 1))
 
 
 @triton.jit

@@ -137,6 +137,8 @@ def test_metrics_count_what_is_found_and_loaded(server: Server, prompts: list[li
     assert after["frame_hits_total", ""] == state["hits"] > before["frame_hits_total", ""]
     assert after["frame_loads_total", ""] == state["loads"] > before["frame_loads_total", ""]
     assert after["frame_loaded_bytes_total", ""] == state["loads"] * state["frame_bytes"]
+    stall = "frame_stall_nanoseconds_total", ""
+    assert after[stall] == state["stall_nanoseconds"] > before[stall]
 
 
 def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]) -> None:

@@ -100,8 +100,10 @@ def find_frames(
 def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl: Impl) -> None:
     """Copy the blocks that the last lookup missed from host memory to their frames.
 
+    How long that takes is added to the pool's counters (:data:`COUNTERS`).
+
     Args:
-        pool: its frames are written.
+        pool: its frames and counters are written.
         host: [layers, pages, H, 2, P, D], contiguous, pinned where the pool is on a GPU
             (:func:`make_host_blocks`). Kernels read it in place.
         found: of the lookup.

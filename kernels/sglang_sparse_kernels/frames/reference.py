@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain PyTorch definition of the frame pool."""
 
+from time import perf_counter_ns
+
 import torch
 
 from ..common import put, take
@@ -75,8 +77,9 @@ def find_frames_reference(
     found.missing[: len(served)] = served.int()
     found.victims[: len(served)] = victims.int()
     found.num_missing.fill_(len(served))
-    counted = dict(zip(COUNTERS, (len(new_hits), len(served), unserved), strict=True))
-    pool.counters.add_(torch.tensor(list(counted.values()), device=pool.counters.device))
+    counted = {"hits": len(new_hits), "loads": len(served), "unserved": unserved}
+    counts = [counted.get(name, 0) for name in COUNTERS]
+    pool.counters.add_(torch.tensor(counts, device=pool.counters.device))
 
     row_head = torch.arange(rows * heads, device=pages.device).view(rows, heads, 1)
     target = row_head.expand_as(pages)[asked], pages[asked]
@@ -105,10 +108,14 @@ def _pages(
 def load_blocks_reference(pool: FramePool, host: torch.Tensor, found: FoundFrames) -> None:
     """See :func:`sglang_sparse_kernels.frames.load_blocks`."""
     count = int(found.num_missing)
+    if not count:
+        return
+    begin = perf_counter_ns()
     blocks, frames = (t[:count].long() for t in (found.missing, found.victims))
     loaded = take(host.view(-1, *host.shape[3:]), (blocks.to(host.device),)).to(pool.k.device)
     for rows, part in ((pool.k, 0), (pool.v, 1)):
         put(rows.view(-1, *host.shape[4:]), (frames,), loaded[:, part])
+    pool.counters[COUNTERS.index("stall_nanoseconds")] += perf_counter_ns() - begin
 
 
 def store_tokens_reference(

@@ -18,14 +18,22 @@ if TYPE_CHECKING:
 MISSING = -(2**31)
 """``frame_of`` of a block that is in no frame."""
 
-COUNTERS = ("hits", "loads", "unserved")
+COUNTERS = ("hits", "loads", "unserved", "stall_nanoseconds")
 """What each entry of ``FramePool.counters`` counts, over layers and steps:
 
 ``hits``: blocks that a step attends to and that lay in a frame; ``loads``: blocks that it took from
 host memory; ``unserved``: blocks for which no frame was free. The last stays 0 as long as no step
 touches more than the pool's :class:`FrameDemand` says. A block counts once a step, however many
 rows and units touch it. Pinned blocks do not count.
+
+``stall_nanoseconds``: how long the loads took, each from the moment when the first program begins
+to copy to the moment when the last one has copied. Kernels of a step run one after the other, so
+the step does nothing else meanwhile. Kernels read the GPU's clock; PyTorch's copies are timed on
+the host. Lookups that miss nothing add nothing.
 """
+
+NEVER = 2**63 - 1
+"""When the first program of a load began, as long as none has."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,9 @@ class FramePool:
         order: int32 [cached], the frames, the least recently used first, as the step began.
         clock: int32 [1], the number of the step.
         cursor: int32 [1], frames of ``order`` before it are in use in this step.
-        counters: int64 [3], see :data:`COUNTERS`.
+        counters: int64 [4], see :data:`COUNTERS`.
+        timing: int64 [3], of a load that runs: when its first program began and when its last one
+            ended, in nanoseconds, and how many have ended. Between loads ``(NEVER, 0, 0)``.
         demand: what the pool was made for.
     """
 
@@ -103,6 +113,7 @@ class FramePool:
     clock: torch.Tensor
     cursor: torch.Tensor
     counters: torch.Tensor
+    timing: torch.Tensor
     demand: FrameDemand
 
     @classmethod
@@ -150,6 +161,7 @@ class FramePool:
             clock=numbers(1),
             cursor=numbers(1),
             counters=torch.zeros(len(COUNTERS), dtype=torch.int64, device=device),
+            timing=torch.tensor([NEVER, 0, 0], device=device),
             demand=demand,
         )
 

@@ -130,7 +130,7 @@ def test_requests_decode_page_by_page_to_the_host(
         got, want = decoding.step()
         assert not want.isnan().any()
         assert same_bytes(got, want), f"step {number}"
-    hits, loads, unserved = decoding.pool.counters.tolist()
+    hits, loads, unserved, _ = decoding.pool.counters.tolist()
     assert hits > 0
     assert loads > 0
     assert unserved == 0

@@ -197,7 +197,7 @@ def test_output_stops_and_loads_are_those_of_algorithm_1(
     assert {1, 2} <= seen
     if impl == "cpu":
         assert {1, 2, 4} < seen
-    hits, loads, unserved = tier.pool.counters.tolist()
+    hits, loads, unserved, _ = tier.pool.counters.tolist()
     assert hits > 0
     assert loads > 0
     assert unserved == 0
@@ -216,7 +216,7 @@ def test_both_implementations_look_up_the_same_blocks() -> None:
         one, other = tiers
         assert torch.equal(one.reached[0], other.reached[0])
         assert torch.equal(one.expected[0], other.expected[0])
-        assert torch.equal(one.pool.counters, other.pool.counters)
+        assert torch.equal(one.pool.counters[:3], other.pool.counters[:3])
         for name in ("frame_of", "owner", "stamp"):
             assert torch.equal(getattr(one.pool, name), getattr(other.pool, name)), name
 
