@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from figures import headline, picture, psa_dense, psa_fixed, psa_preset, psa_served
+from latency_tables import decode_table
 from refusals import BLANK, Refusal, all_refusals
 
 from sglang_sparse.config import json_schema, list_presets, load_preset
@@ -217,6 +219,9 @@ def refusals() -> str:
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "headline": ("README.md", headline),
+    "results": ("docs/results.md", partial(decode_table, "h200")),
+    "anchors": ("docs/results.md", partial(decode_table, "h200-anchors")),
+    "first-token": ("docs/results.md", partial(decode_table, "h200-first-token")),
     "psa-served": ("docs/results.md", psa_served),
     "psa-dense": ("docs/results.md", psa_dense),
     "psa-fixed": ("docs/results.md", psa_fixed),

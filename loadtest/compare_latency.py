@@ -2,7 +2,7 @@
 """Start a dense and sparse servers in turn on one GPU, and measure each with `decode_latency.py`.
 
     python loadtest/compare_latency.py --out loadtest/results/h200
-    python loadtest/render_latency.py loadtest/results/h200 docs/results.md
+    python docs/latency_tables.py loadtest/results/h200
 
 All servers run on one machine with the same model shape, dummy weights and prompts. Their flags
 differ only in the attention. Each report also holds the GPU, the commit and the GPU memory in use

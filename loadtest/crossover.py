@@ -18,8 +18,6 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from sglang_sparse.research.tables import cells_of
-
 STEP = 1024
 Times = dict[tuple[int, int], float]  # (context, batch): milliseconds per output token
 
@@ -30,7 +28,7 @@ def times_of(path: Path) -> Times:
     min_tokens = (report["sparse"] or {"min_sparse_tokens": 0})["min_sparse_tokens"]
     return {
         (c["context"], c["batch"]): c["ms_per_token"]
-        for c in cells_of(report)
+        for c in report["cells"]
         if c["shared_prompt"] and c["context"] >= min_tokens
     }
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from objectives import LEAST_SECONDS, MET, MISSED, UNDECIDED
-from render_latency import fill
 
 Reports = list[dict[str, Any]]
 STYLE = """
@@ -250,6 +249,14 @@ def write_report(folder: Path, reports: Reports | None = None) -> Path:
     path = folder / "capacity.html"
     path.write_text(page(reports), encoding="utf-8")
     return path
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Replace the text between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 def main() -> None:

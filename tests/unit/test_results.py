@@ -9,11 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results.md"
-LOADTEST = ROOT / "loadtest"
 
 
 def rendered(tmp_path: Path, script: Path, source: Path, *arguments: str) -> str:
@@ -22,18 +19,6 @@ def rendered(tmp_path: Path, script: Path, source: Path, *arguments: str) -> str
     shutil.copy(PAGE, page)
     subprocess.run([sys.executable, script, source, page, *arguments], check=True)
     return page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("folder", "name"),
-    [("h200", "results"), ("h200-anchors", "anchors"), ("h200-first-token", "first-token")],
-)
-def test_the_decode_tables_are_rendered_from_the_committed_results(
-    tmp_path: Path, folder: str, name: str
-) -> None:
-    source = LOADTEST / "results" / folder
-    text = rendered(tmp_path, LOADTEST / "render_latency.py", source, name)
-    assert text == PAGE.read_text()
 
 
 def test_capacity_tables_are_rendered_from_the_committed_results(tmp_path: Path) -> None:

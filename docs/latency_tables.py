@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a decode table of docs/results.md from the JSON files of `decode_latency.py`.
+"""Decode tables of docs/results.md, from the JSON files of `loadtest/compare_latency.py`.
 
-    python loadtest/render_latency.py loadtest/results/h200 docs/results.md [NAME]
+    python docs/latency_tables.py FOLDER    # prints the table of any such folder
 
-The first argument holds `dense.json` and one file for each sparse method; the table goes between
-the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`; NAME is `results` if it is not given.
+The folder holds `dense.json` and one file for each sparse method. `docs/generate.py` writes the
+tables of the committed folders.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_sparse.research.tables import cells_of
 
+RESULTS = Path(__file__).parents[1] / "loadtest" / "results"
 GIB = 2**30
 
 
@@ -84,18 +85,16 @@ def first_tokens(dense: dict[str, Any], sparse: list[dict[str, Any]]) -> list[st
     return lines
 
 
-def fill(readme: Path, name: str, text: str) -> None:
-    """Replace the text between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = readme.read_text().split(begin)
-    _, after = rest.split(end)
-    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+def decode_table(folder: str) -> str:
+    """The table of a committed folder, by its name."""
+    return table(RESULTS / folder)
 
 
 def main() -> None:
-    """Write the table of a folder into a file."""
-    name = sys.argv[3] if len(sys.argv) > 3 else "results"
-    fill(Path(sys.argv[2]), name, table(Path(sys.argv[1])))
+    """Print the table of a folder."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/latency_tables.py FOLDER")
+    print(table(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":
