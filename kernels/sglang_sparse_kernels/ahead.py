@@ -88,7 +88,7 @@ class Compiled:
     """What :func:`compile_ahead` did.
 
     Attributes:
-        found: kernels that were on disk.
+        found: kernels that were on disk, or that another process put there meanwhile.
         compiled: kernels that were compiled.
         processes: how many processes shared that.
         failures: why others were left for their first launch.
@@ -143,14 +143,19 @@ def compile_ahead(
     rehearse: Callable[[], None],
     *,
     processes: int,
+    begin: float = 0.0,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Compiled:
     """Compile what ``rehearse`` would launch, unless it is on disk.
+
+    Ranks with one cache call this at once. Each begins at a place of its own and goes round, so it
+    finds on disk what the rank before which it begins has compiled.
 
     Args:
         rehearse: runs operators on tensors of the shapes, dtypes and alignments to come. It must
             not depend on what they compute.
         processes: at most so many compile side by side.
+        begin: which kernel is first, as a share of those that are missing; from 0 to below 1.
         progress: is told how many of how many kernels are compiled, from threads, in order.
 
     Returns:
@@ -159,22 +164,25 @@ def compile_ahead(
     """
     with rehearsal() as kernels:
         rehearse()
+    absent = [kernel for kernel in kernels.values() if not kernel.is_on_disk()]
+    count, failures, lock = len(absent), list[str](), threading.Lock()
     missing: SimpleQueue[Kernel] = SimpleQueue()
-    for kernel in kernels.values():
-        if not kernel.is_on_disk():
-            missing.put(kernel)
-    count, failures, lock, done = missing.qsize(), [], threading.Lock(), 0
+    first = int(begin * count)
+    for kernel in (*absent[first:], *absent[:first]):
+        missing.put(kernel)
+    done = compiled = 0
     processes = min(processes, count)
     if count:
         progress(0, count)
 
-    def told(failure: str) -> None:
-        nonlocal done
+    def told(failure: str, *, was_found: bool = False) -> None:
+        nonlocal done, compiled
         with lock:
             if failure:
                 failures.append(failure)
             else:
                 done += 1
+                compiled += not was_found
             progress(done, count)
 
     with ThreadPoolExecutor(max(1, processes)) as threads:
@@ -182,10 +190,11 @@ def compile_ahead(
             threads.submit(_feed, missing, told)
     if missing.qsize():
         failures.append(f"{missing.qsize()} kernels, as no process was left to compile them")
-    return Compiled(len(kernels) - count, done, processes, tuple(failures))
+    found = len(kernels) - count + done - compiled
+    return Compiled(found, compiled, processes, tuple(failures))
 
 
-def _feed(kernels: SimpleQueue[Kernel], told: Callable[[str], None]) -> None:
+def _feed(kernels: SimpleQueue[Kernel], told: Callable[..., None]) -> None:
     """Have a process compile kernels until none is left; ``told`` hears of each, "" if it went."""
     command, pipe = [sys.executable, "-c", _WORKER], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as worker:
@@ -197,6 +206,9 @@ def _feed(kernels: SimpleQueue[Kernel], told: Callable[[str], None]) -> None:
             except Empty:
                 worker.stdin.close()
                 return
+            if kernel.is_on_disk():
+                told("", was_found=True)
+                continue
             try:
                 pickle.dump(kernel, worker.stdin)
                 worker.stdin.flush()

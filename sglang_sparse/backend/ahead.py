@@ -34,9 +34,13 @@ def compile_kernels(
     *,
     dtype: torch.dtype,
     chunk: int,
+    rank: int,
     ranks: int,
 ) -> None:
     """Compile what batches will launch and Triton's cache on disk lacks.
+
+    Ranks of one host launch the same kernels and share its cores and its cache, so each begins with
+    other kernels than the others.
 
     Args:
         decode, extend: what launches it.
@@ -44,7 +48,7 @@ def compile_kernels(
         softmax: as layers have it.
         dtype: of queries.
         chunk: most tokens of a prompt in one batch.
-        ranks: of this host; they share its cores.
+        rank: which of the ``ranks`` of this host this is.
     """
     if build.impl != "triton":
         return
@@ -61,6 +65,7 @@ def compile_kernels(
     result = compile_ahead(
         lambda: rehearse(decode, extend, build, softmax, dtype=dtype, chunk=chunk),
         processes=max(1, min(len(os.sched_getaffinity(0)) // ranks, _MOST_PROCESSES)),
+        begin=rank / ranks,
         progress=progress,
     )
     logger.info(

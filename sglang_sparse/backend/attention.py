@@ -128,6 +128,7 @@ class SparseAttentionBackend(AttentionBackend):
             softmax,
             dtype=runner.dtype,
             chunk=longest_chunk(runner),
+            rank=heads.rank,
             ranks=heads.ranks,
         )
         self.extend.warm_up(softmax)

@@ -24,6 +24,7 @@ class Heads:
         first_kv: global id of the first KV head.
         total_kv: KV heads of the model.
         ranks: ranks of tensor parallelism that these are divided over.
+        rank: which of them this is.
         replicas: whether a lower rank has the same KV heads.
     """
 
@@ -33,6 +34,7 @@ class Heads:
     first_kv: int = 0
     total_kv: int = 0
     ranks: int = 1
+    rank: int = 0
     replicas: bool = False
 
     @property

@@ -15,7 +15,8 @@ from absent_gpu import environment
 
 # Prints a JSON object a line. What would be launched are the plans of decode steps.
 PROGRAM = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 import torch
 from absent_gpu import compile_for_absent_gpu
 from triton import knobs
@@ -49,6 +50,21 @@ def tell(**facts):
     print(json.dumps(facts), flush=True)
 
 
+if "ranks" in sys.argv:
+    others = []
+
+    def let_another_rank_compile(done, of):
+        if done == 1 and not others:
+            compiled = Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.ttir")
+            others.append([path.stem for path in compiled])
+            other = ahead.compile_ahead(rehearse, processes=1)
+            others.append((other.found, other.compiled))
+
+    done = ahead.compile_ahead(
+        rehearse, processes=1, begin=0.7, progress=let_another_rank_compile
+    )
+    tell(others=others, found=done.found, compiled=done.compiled)
+    sys.exit()
 if "break" in sys.argv:
     ahead._WORKER = sys.argv[2]
 steps = []
@@ -96,6 +112,14 @@ def test_processes_compile_each_kernel_once_and_the_first_launch_finds_it(tmp_pa
     # Kernels of one kind of arguments share what launches them; Triton 3.8 has one for all.
     launchers = 2 if version("triton").startswith("3.6.") else 0
     assert len(list(tmp_path.glob("**/__triton_launcher*.so"))) == launchers
+
+
+def test_ranks_begin_at_different_kernels_and_find_what_others_compiled(tmp_path: Path) -> None:
+    (rank,) = told(tmp_path, "ranks")
+    first, other = rank["others"]
+    assert first == ["snapshot_page_table_kernel"]  # the last of three
+    assert other == [1, 2]
+    assert (rank["found"], rank["compiled"]) == (2, 1)
 
 
 @pytest.mark.parametrize(
