@@ -4,7 +4,7 @@
 Seams (under `sglang/srt/mem_cache/`, the same from sglang 0.5.17 to 0.5.23):
   `radix_cache.py`: `RadixCache.reset`, `match_prefix`, `insert`, `_insert_helper`,
       `_match_prefix_helper`, `_split_node`; `RadixKey.child_key`, which takes
-      any hashable extra key
+      any hashable extra key, `__getitem__`, `page_aligned`, `maybe_to_bigram_view`
   `../managers/schedule_batch.py`: `Req.extra_key`, `Req.last_node`
 The function that puts a request's KV into the tree differs between versions, and the subclasses in
 `sglang_sparse.compat` override it. It calls `insert`, and `match_prefix` without a request.
@@ -43,6 +43,11 @@ attention alone, or sparse attention of the request's own way. `branches` says h
 sparse attention lies on branches of the tree that a dense request does not look at. Nothing else
 changes. A node on a branch is an ordinary node, so locks, eviction and sizes are SGLang's own. A
 node keeps its key while its KV is on the host, and with it its branch.
+
+Under EAGLE, keys are SGLang's pairs: that of position i is its token and the next one, since a
+draft model's KV of position i follows from both. A key then has one entry less than it has tokens.
+Entry i is the KV slot of position i, as with single tokens, so branches and pages are counted
+alike. Keys are cut by their own slices, and no code here looks at their tokens.
 """
 
 from __future__ import annotations
@@ -51,6 +56,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +79,8 @@ from sglang_sparse_radix.branches import (
 )
 
 if TYPE_CHECKING:
-    from array import array
-
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-
-MakeKey = Callable[["array[int]", ExtraKey], RadixKey]
 
 
 @dataclass(slots=True)
@@ -161,10 +163,6 @@ class SparseRadixCache(RadixCache):
         """The server's flags as they were resolved, readable by name."""
         return server_args
 
-    def _key_like(self, key: RadixKey) -> MakeKey:
-        """Makes keys of tokens and an extra key, in the namespace of `key`."""
-        return RadixKey
-
     def _insert_section(
         self, node: TreeNode, key: RadixKey, start: int, params: InsertParams
     ) -> tuple[int, TreeNode]:
@@ -208,13 +206,17 @@ class SparseRadixCache(RadixCache):
     def _cut(self, key: RadixKey) -> Iterator[tuple[int, int, RadixKey]]:
         """(start, end, key) of each section of the path that is being cached."""
         assert self._path is not None, "only a request's own KV is put into the tree"
-        tokens, start = key.page_aligned(self.page_size).raw_token_ids(), 0
-        make = self._key_like(key)
+        key, start = self._whole_pages(key), 0
         for section in self._path:
-            end = min(section.end, len(tokens))
+            end = min(section.end, len(key))
             if end > start:
-                yield start, end, make(tokens[start:end], section.extra_key)
+                yield start, end, _on_branch(key, section.extra_key)[start:end]
                 start = end
+
+    def _whole_pages(self, key: RadixKey) -> RadixKey:
+        """`key` in whole pages, as pairs of tokens where the tree holds these."""
+        pairs, _ = key.maybe_to_bigram_view(self.is_eagle)
+        return pairs.page_aligned(self.page_size)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """See `RadixCache`; KV that saw sparse attention goes to branches of its own."""
@@ -238,9 +240,8 @@ class SparseRadixCache(RadixCache):
                 values += found
         else:
             sparse = DENSE if params.req is None else self._sparse_from(params.req)
-            tokens = params.key.page_aligned(self.page_size).raw_token_ids()
             branches = allowed(sparse, params.key.extra_key, self.page_size)
-            path, end = self._longest(node, tokens, 0, branches, self._key_like(params.key))
+            path, end = self._longest(node, self._whole_pages(params.key), 0, branches)
             now = node.last_access_time = time.monotonic()
             for node in path:
                 node.last_access_time = now
@@ -252,44 +253,39 @@ class SparseRadixCache(RadixCache):
         return self._matched(values, node)
 
     def _longest(
-        self,
-        node: TreeNode,
-        tokens: array[int],
-        start: int,
-        branches: Sequence[Section],
-        make: MakeKey,
+        self, node: TreeNode, key: RadixKey, start: int, branches: Sequence[Section]
     ) -> tuple[list[TreeNode], int]:
-        """The longest path of `tokens[start:]` below `node`; at equal lengths, the first branch's.
+        """The longest path of `key[start:]` below `node`; at equal lengths, the first branch's.
 
         Returns:
-            Its nodes, of which the last may hold more than `tokens`, and the position that it
-            reaches.
+            Its nodes, of which the last may hold more than `key`, and the position that it reaches.
         """
         here, *later = branches
-        path, end = self._follow(node, tokens, start, here, make)
+        path, end = self._follow(node, key, start, here)
         best = path, end
         for index, parent in enumerate([node, *path] if later else []):
             # Branches begin where nodes end; the last node may go on behind `end`.
             start += len(parent.key) if index else 0
             if start > end:
                 break
-            found, reached = self._longest(parent, tokens, start, later, make)
+            found, reached = self._longest(parent, key, start, later)
             if reached > best[1]:
                 best = [*path[:index], *found], reached
         return best
 
     def _follow(
-        self, node: TreeNode, tokens: array[int], start: int, branch: Section, make: MakeKey
+        self, node: TreeNode, key: RadixKey, start: int, branch: Section
     ) -> tuple[list[TreeNode], int]:
         """`_longest` on one branch alone."""
         path: list[TreeNode] = []
-        limit = min(branch.end, len(tokens))
+        key = _on_branch(key, branch.extra_key)
+        limit = min(branch.end, len(key))
         while start < limit:
-            page = make(tokens[start : start + self.page_size], branch.extra_key)
+            page = key[start : start + self.page_size]
             child: Any = node.children.get(page.child_key(self.page_size))
             if child is None:
                 break
-            remainder = make(tokens[start : min(start + len(child.key), limit)], branch.extra_key)
+            remainder = key[start : min(start + len(child.key), limit)]
             matched = child.key.match(remainder, page_size=self.page_size)
             path.append(child)
             start += matched
@@ -314,3 +310,10 @@ class SparseRadixCache(RadixCache):
         self.plane_reuse.prefills_with_reuse += reused > 0
         self.plane_reuse.tokens += reused
         self.plane_reuse.pages += reused // self.page_size
+
+
+def _on_branch(key: RadixKey, extra_key: ExtraKey) -> RadixKey:
+    """`key` with another extra key, and all else that this SGLang keeps in it."""
+    moved = copy(key)
+    moved.extra_key = extra_key
+    return moved

@@ -133,11 +133,6 @@ def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:
                 f"--model-path is a {kind} model; the sparse KV planes allow full-attention MHA "
                 "and GQA models; serve it without --attention-backend sparse"
             )
-    if ctx.params.is_eagle:
-        return (
-            "--speculative-algorithm asks for bigram tree keys; allowed: unset; "
-            "start without --speculative-algorithm"
-        )
     pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     if not isinstance(pool, SparseMHATokenToKVPool):
         return (

@@ -18,6 +18,7 @@ _OPENAI = f"{_SRT}.entrypoints.openai"
 _TOKENIZER = f"{_SRT}.managers.tokenizer_manager.TokenizerManager"
 _REPORTER = f"{_SRT}.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
+_KEY = f"{_SRT}.mem_cache.radix_cache.RadixKey"
 _POOL = f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool"
 _KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BACKEND = f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend"
@@ -114,6 +115,11 @@ SEAMS = (
     f"{_TREE}._insert_helper",
     f"{_TREE}._match_prefix_helper",
     f"{_TREE}._split_node",
+    f"{_KEY}.__getitem__",
+    f"{_KEY}.child_key",
+    f"{_KEY}.match",
+    f"{_KEY}.maybe_to_bigram_view",
+    f"{_KEY}.page_aligned",
     f"{_POOL}.__init__",
     f"{_POOL}._create_buffers",
     f"{_POOL}._clear_buffers",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which speculative decoding is served: chains of SGLang's n-grams, or of a draft model.
+"""Which speculative decoding is served: chains of SGLang's n-grams, of a draft model, or of EAGLE.
 
 The rows of a chain that are accepted are the first ones, and lie where they belong. The first row
 that is not accepted is written again, in the same slot, by the next step. So a page is complete
@@ -15,7 +15,7 @@ from sglang_sparse import compat
 from sglang_sparse.checks import BACKEND, refuse
 from sglang_sparse.config import SparseConfig
 
-_EAGLE = ("EAGLE", "EAGLE3", "NEXTN")
+_EAGLE = ("EAGLE", "EAGLE3")
 _TREES = "accepted rows of a tree are moved after verification, and planes do not follow"
 
 
@@ -39,27 +39,27 @@ def check_speculation(args: Any, config: SparseConfig) -> None:
     if name is None:
         return
     known = compat.current().SPECULATIVE if compat.is_tested() else ()
-    if name in _EAGLE:
-        raise refuse(
-            "--speculative-algorithm",
-            name,
-            " or ".join((*known, "unset")),
-            "start without it: the tree then holds pairs of tokens, not tested with planes",
-        )
     if name not in known:
+        why = f"others are not supported with sglang {compat.sglang_version()}"
+        if name == "NEXTN" and known:
+            why = "layers of the served model that draft are not tested"
         raise refuse(
             "--speculative-algorithm",
             name,
             " or ".join((*known, "unset")),
-            f"start without it: others are not supported with sglang {compat.sglang_version()}",
+            f"start without it: {why}",
         )
-    if name == "STANDALONE" and args.speculative_draft_model_path is None:
+    if name in ("STANDALONE", *_EAGLE) and args.speculative_draft_model_path is None:
         raise refuse(
             "--speculative-draft-model-path",
             "unset",
-            "a model with the vocabulary of the one that is served",
+            "a draft model that was trained for the one that is served"
+            if name in _EAGLE
+            else "a model with the vocabulary of the one that is served",
             "name the model that drafts",
         )
+    if name in _EAGLE:
+        _check_chain(args, name)
     if not config.budget.verifies:
         raise refuse(
             "--speculative-algorithm",
@@ -94,4 +94,22 @@ def check_speculation(args: Any, config: SparseConfig) -> None:
             BACKEND,
             "a dense backend of SGLang, or unset",
             "drop it: draft models attend densely",
+        )
+
+
+def _check_chain(args: Any, name: str) -> None:
+    """Refuse lengths of drafts that SGLang would choose: for some models these are trees."""
+    if args.speculative_eagle_topk != 1:
+        raise refuse(
+            "--speculative-eagle-topk",
+            "unset" if args.speculative_eagle_topk is None else args.speculative_eagle_topk,
+            f"1 with --speculative-algorithm {name}",
+            f"set it to 1: {_TREES}",
+        )
+    if args.speculative_num_steps is None:
+        raise refuse(
+            "--speculative-num-steps",
+            "unset",
+            "a number of drafts, with --speculative-eagle-topk",
+            "set it, to 3 for example",
         )

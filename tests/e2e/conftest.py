@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 import pytest
 from documents import cut_documents
+from drafters import write_eagle, write_eagle3
 from drafting import drafting_servers
 from host_tier import HOST_TIER_SERVERS
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
@@ -330,6 +331,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     running: dict[str, LiveServer] = {}
     # Importing may touch CUDA, which does not survive a fork.
     forking = None if HAS_GPU else Host(server_environment({}))
+    drafters = tmp_path_factory.mktemp("drafters")
+    write_eagle(drafters / "eagle")
+    write_eagle3(drafters / "eagle3")
 
     def start(name: str) -> LiveServer:
         live = running.pop(name, None)
@@ -337,6 +341,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
             if len(running) == MOST_RUNNING:
                 running.pop(next(iter(running))).close()
             args, env = CONFIGURATIONS[name]
+            args = [arg.replace("{DRAFTERS}", str(drafters)) for arg in args]
             command = COMMANDS.get(name, LAUNCH_SERVER)
             host = None if name in COMMANDS else forking
             live = LiveServer(args, logs / f"{name}.log", env, command, host).wait_until_up()

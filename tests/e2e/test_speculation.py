@@ -60,6 +60,18 @@ def dense_answers(server: Server, prompts: list[list[int]]) -> list[list[int]]:
     return [token_ids(ask(server("dense"), [prompt]))[0] for prompt in cut(prompts)]
 
 
+@pytest.fixture(scope="module")
+def hundred(prompts: list[list[int]]) -> list[list[int]]:
+    """Prompts on both sides of the 64 tokens from which rows are sparse."""
+    return [prompts[i % 20][7 * i :][: 40 + 2 * i] for i in range(100)]
+
+
+@pytest.fixture(scope="module")
+def dense_hundred(server: Server, hundred: list[list[int]]) -> list[list[int]]:
+    """What the dense server says to each of them, without speculation."""
+    return token_ids(server("dense").generate(hundred, 12, ignore_eos=True))
+
+
 @pytest.mark.parametrize("name", NGRAMS)
 @pytest.mark.parametrize("asked", [EVERYTHING, DENSE], ids=["everything", "dense"])
 def test_a_full_budget_and_dense_requests_give_the_dense_answers(
@@ -81,16 +93,13 @@ def test_a_full_budget_and_dense_requests_give_the_dense_answers(
 
 
 def test_a_hundred_answers_with_a_draft_model_are_the_dense_ones(
-    server: Server, prompts: list[list[int]]
+    server: Server, hundred: list[list[int]], dense_hundred: list[list[int]]
 ) -> None:
-    # On both sides of the 64 tokens from which rows are sparse.
-    short = [prompts[i % 20][7 * i :][: 40 + 2 * i] for i in range(100)]
-    dense = token_ids(server("dense").generate(short, 12, ignore_eos=True))
     live = server(DRAFT_MODEL)
     live.flush()
     before = live.sparse_state()["decode_steps"]["sparse"]
-    answers = live.generate(short, 12, ignore_eos=True, **EVERYTHING)
-    assert token_ids(answers) == dense
+    answers = live.generate(hundred, 12, ignore_eos=True, **EVERYTHING)
+    assert token_ids(answers) == dense_hundred
     accepted, verified = accepted_drafts(answers), live.sparse_state()["decode_steps"]["sparse"]
     assert verified > before
     assert all(accepted), accepted
@@ -171,3 +180,53 @@ def test_a_request_that_would_sample_is_refused_on_a_cpu(server: Server) -> None
             assert refused.value.code == 400
             assert "temperature" in refused.value.read().decode()
     assert live.generate([[5, 6, 7]], 3, temperature=0.7, top_k=1)
+
+
+def test_a_hundred_answers_with_eagle_are_the_dense_ones(
+    server: Server, hundred: list[list[int]], dense_hundred: list[list[int]]
+) -> None:
+    live = server("sparcas-eagle")
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    answers = live.generate(hundred, 12, ignore_eos=True, **EVERYTHING)
+    assert token_ids(answers) == dense_hundred
+    assert live.sparse_state()["decode_steps"]["sparse"] > before
+    accepted = accepted_drafts(answers)
+    assert all(accepted), accepted
+
+
+def test_turns_with_eagle_share_pairs_of_tokens_of_their_own_kind(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live, page = server("sparcas-eagle"), 32
+    live.flush()
+    before = live.sparse_state()["plane_check"]["pages"]
+    for prompt in (prompts[3][:430], prompts[8][: 14 * page]):
+        (answer,) = token_ids(live.generate([prompt], 2 * page + 20, ignore_eos=True))
+        # With the KV of a pair, but not of the last token, unless that was a draft.
+        pairs = len(prompt) + len(answer) - 2
+        turn = [*prompt, *answer, 5, 6, 7]
+        cached = live.generate([turn], 1, **DENSE)[0]["meta_info"]["cached_tokens"]
+        assert cached == len(prompt) // page * page
+        again = live.generate([turn], 1)[0]["meta_info"]["cached_tokens"]
+        assert again - pairs // page * page in (0, page)
+        # The last page of the prompt is followed by another token, so it is another page.
+        other = [*prompt[: 10 * page], (prompt[10 * page] + 1) % 100 + 7, 8, 9]
+        assert live.generate([other], 1)[0]["meta_info"]["cached_tokens"] == 9 * page
+    checked = live.sparse_state()["plane_check"]
+    assert checked["wrong"] == 0
+    assert checked["pages"] >= before + 4
+
+
+def test_answers_with_eagle3_are_the_dense_ones(server: Server, hundred: list[list[int]]) -> None:
+    # The draft model guesses that the last token is repeated.
+    repeating = [[*prompt[: 9 + i], *[prompt[20]] * 60] for i, prompt in enumerate(hundred[::9])]
+    dense = token_ids(server("dense").generate(repeating, 12, ignore_eos=True))
+    live = server("page_minmax-eagle3")
+    answers = live.generate(repeating, 12, ignore_eos=True, **EVERYTHING)
+    assert token_ids(answers) == dense
+    state = live.sparse_state()
+    assert state["decode_steps"]["sparse"]
+    assert state["plane_check"]["wrong"] == 0
+    accepted = accepted_drafts(answers)
+    assert accepted[0], "no draft was rejected"
+    assert accepted[1:] != [0, 0, 0], "no draft was accepted"

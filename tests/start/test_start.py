@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 import pytest
-from drafting import DRAFTING_REFUSALS, TREE_REFUSAL
+from drafting import DRAFT_FLAG_REFUSALS, DRAFTING_REFUSALS
 from live_server import base_args
 from placed import PLACED_REFUSALS
 from refused_models import MODELS
@@ -247,7 +247,7 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["--sparse-config", "does not go with retention.kind cascade", "layers none"],
     ),
     **PLACED_REFUSALS,
-    **TREE_REFUSAL,
+    **DRAFT_FLAG_REFUSALS,
     "another tree": (
         [*SPARSE, "--radix-cache-backend", "flexkv"],
         ["--radix-cache-backend", "flexkv"],

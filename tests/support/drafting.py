@@ -21,6 +21,15 @@ DRAFT_MODEL = [
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "4"),
 ]
+# Folders that `drafters.py` writes.
+EAGLE = [
+    *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "{DRAFTERS}/eagle"),
+    *DRAFT_MODEL[4:],
+]
+EAGLE3 = [
+    *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "{DRAFTERS}/eagle3"),
+    *DRAFT_MODEL[4:],
+]
 # SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
 COMPILER = {"CXX": "c++ -include cstddef"}
 SMALL_MODEL = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small"]
@@ -63,14 +72,41 @@ def drafting_servers(choosy: dict[str, Any], kept: dict[str, Any]) -> Servers:
             ],
             {"SGLANG_SPARSE_VERIFY": "1"},
         ),
+        # The tree of these two holds pairs of tokens.
+        "sparcas-eagle": (
+            [
+                *SPARSE,
+                "sparcas",
+                *("--sparse-config", json.dumps(choosy | {"page_size": 32})),
+                *EAGLE,
+                *("--chunked-prefill-size", "1024"),
+            ],
+            {"SGLANG_SPARSE_VERIFY": "1"},
+        ),
+        "page_minmax-eagle3": (
+            [*SPARSE, "page_minmax", "--sparse-config", json.dumps(choosy), *EAGLE3],
+            {"SGLANG_SPARSE_VERIFY": "1"},
+        ),
     }
 
 
 # Arguments, and words of the line that ends the start. A flag is refused before the algorithm.
-TREE_REFUSAL: dict[str, tuple[list[str], list[str]]] = {
+DRAFT_FLAG_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "draft tokens from a tree of a draft model": (
         [*SPARCAS, *SMALL_MODEL, "--speculative-eagle-topk", "4"],
         ["--speculative-eagle-topk", "4", "planes do not follow"],
+    ),
+    "drafts of several layers": (
+        [*SPARCAS, *EAGLE, "--enable-multi-layer-eagle"],
+        ["--enable-multi-layer-eagle", "several layers in turn", "unset"],
+    ),
+    "a draft model with a window": (
+        [*SPARCAS, *EAGLE3, "--speculative-draft-window-size", "1024"],
+        ["--speculative-draft-window-size 1024", "a draft model with a window", "unset"],
+    ),
+    "drafts that are accepted by their probabilities": (
+        [*SPARCAS, *EAGLE, "--speculative-use-rejection-sampling"],
+        ["--speculative-use-rejection-sampling", "other rules of acceptance", "unset"],
     ),
 }
 DRAFTING_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
@@ -80,11 +116,15 @@ DRAFTING_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "another kind of speculation": (
         [*SPARCAS, "--speculative-algorithm", "DFLASH"],
-        ["--speculative-algorithm", "DFLASH", "NGRAM or STANDALONE or unset"],
+        ["--speculative-algorithm DFLASH", "NGRAM or STANDALONE or EAGLE or EAGLE3 or unset"],
     ),
-    "drafts from the model's own states": (
+    "layers of the model that draft": (
+        [*SPARCAS, "--speculative-algorithm", "NEXTN"],
+        ["--speculative-algorithm NEXTN", "EAGLE3 or unset", "layers of the served model"],
+    ),
+    "drafts of a length that SGLang would choose": (
         [*SPARCAS, "--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "small"],
-        ["--speculative-algorithm EAGLE", "NGRAM or STANDALONE or unset", "pairs of tokens"],
+        ["--speculative-eagle-topk unset", "allowed: 1 with --speculative-algorithm EAGLE"],
     ),
     "a draft model that nobody names": (
         [*SPARCAS, "--speculative-algorithm", "STANDALONE"],

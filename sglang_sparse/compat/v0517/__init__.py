@@ -30,7 +30,9 @@ move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWork
     Speculation with chains; on a CPU also what :mod:`.cpu_speculation` names.
 ``speculative/draft_utils.py: DraftBackendFactory``
     What a draft model attends on: its tables know no ``sparse``. ``speculative/
-    standalone_worker_v2.py: StandaloneWorkerV2`` runs as it is.
+    standalone_worker_v2.py: StandaloneWorkerV2`` and ``eagle_worker_v2.py: EAGLEWorkerV2`` run as
+    they are. Which states EAGLE reads is for the target's model runner to say, through
+    ``CaptureHiddenMode`` and, for EAGLE3, ``model_runner_components/spec_aux_hidden_state.py``.
 ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_oot_mha_kv_pool``
     The KV pool on the CPU, a draft model's too.
 """
@@ -73,7 +75,7 @@ _FACTORY = f"{_SRT}.speculative.draft_utils.DraftBackendFactory"
 _APPLICATION = f"{_SRT}.entrypoints.http_server:app"
 
 MARKER = "srt/server_args.py"
-SPECULATIVE = ("NGRAM", "STANDALONE")
+SPECULATIVE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
 SHARES_STATES = True
 PLACES_ON_HOST = True
 READS_KV_SCALES = frozenset({"triton"})
@@ -199,6 +201,8 @@ SEAMS = (
     f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
     f"{_SRT}.speculative.eagle_worker_common.prepare_for_draft",
     f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2.__init__",
+    f"{_SRT}.speculative.eagle_worker_v2.EAGLEWorkerV2.__init__",
+    f"{_SRT}.speculative.eagle_worker_v2.EagleDraftWorker.draft_forward",
 )
 
 

@@ -8,18 +8,15 @@ prompt's end, and ``match_prefix`` without a request), ``free_kv_row``; ``RadixK
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.radix_cache import RadixKey
-
-from sglang_sparse_radix.radix_cache import MakeKey, SparseRadixCache
+from sglang_sparse_radix.radix_cache import SparseRadixCache
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 
 class BranchingRadixCache(SparseRadixCache):
@@ -42,9 +39,6 @@ class BranchingRadixCache(SparseRadixCache):
         """See `BasePrefixCache`; counts for a request that ends and was never put in the tree."""
         self._count_reuse(kv.req_pool_idx, kv.cache_protected_len)
         super().free_kv_row(kv, ranges)
-
-    def _key_like(self, key: RadixKey) -> MakeKey:
-        return partial(RadixKey, cache_salt=key.cache_salt)
 
     def _insert_section(
         self, node: TreeNode, key: RadixKey, start: int, params: InsertParams

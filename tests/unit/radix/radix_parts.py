@@ -109,7 +109,11 @@ def make_pool(
 def build_context(
     pool: MHATokenToKVPool, *, page_size: int, requests: ReqToTokenPool, **changes: object
 ) -> TreeCacheBuildContext:
-    """What `build_kv_cache` hands to the radix-cache factory; `changes` replace fields of it."""
+    """What `build_kv_cache` hands to the radix-cache factory; `changes` replace fields of it.
+
+    With `is_eagle` the tree is built for EAGLE: it holds pairs of tokens.
+    """
+    is_eagle = bool(changes.pop("is_eagle", False))
     server_args = get_server_args()
     allocator = scheduler.ALLOCATOR(
         pool.size,
@@ -128,6 +132,7 @@ def build_context(
             req_to_token_pool=requests,
             token_to_kv_pool_allocator=allocator,
             page_size=page_size,
+            is_eagle=is_eagle,
         ),
         "is_hybrid_swa": False,
         "is_hybrid_ssm": False,

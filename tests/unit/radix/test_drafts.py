@@ -140,14 +140,26 @@ def run_accept_lengths(side: Speculating, accepted: int, logical: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("spec", "page_size", "logical", "accepted"),
-    [(SPECS[0], 16, 16, ACCEPTED), (SPECS[0], 64, 16, 2000), (SPECS[1], 32, 32, 2000)],
+    ("spec", "page_size", "logical", "accepted", "is_eagle"),
+    [
+        (SPECS[0], 16, 16, ACCEPTED, False),
+        (SPECS[0], 64, 16, 2000, False),
+        (SPECS[1], 32, 32, 2000, False),
+        # A tree of pairs, which takes a page one token later.
+        (SPECS[0], 16, 16, 2000, True),
+    ],
 )
 def test_planes_of_complete_pages_are_exact_after_any_accept_lengths(
-    model_config, spec, page_size, logical, accepted
+    model_config, spec, page_size, logical, accepted, is_eagle
 ):
-    pages = 1280 // page_size
-    side = Speculating(model_config, spec, page_size=page_size, num_pages=pages, seed=page_size)
+    side = Speculating(
+        model_config,
+        spec,
+        page_size=page_size,
+        num_pages=1280 // page_size,
+        seed=page_size,
+        build={"is_eagle": is_eagle},
+    )
     compared = run_accept_lengths(side, accepted, logical)
     assert compared > accepted // 10
     side.flush()

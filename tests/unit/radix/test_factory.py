@@ -155,13 +155,6 @@ def test_unsupported_models_and_builds_are_refused(changes, message):
         create(context(**changes))
 
 
-def test_bigram_keys_are_refused():
-    good = context()
-    bigram = replace(good, params=replace(good.params, is_eagle=True))
-    with pytest.raises(ValueError, match="bigram tree keys"):
-        create(bigram)
-
-
 def test_a_pool_without_planes_is_refused():
     pool = MHATokenToKVPool(4 * P, P, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
     with pytest.raises(ValueError, match="got the KV pool MHATokenToKVPool"):

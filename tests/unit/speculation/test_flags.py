@@ -11,8 +11,10 @@ from sglang.srt.server_args import ServerArgs
 from sglang_sparse import compat
 from sglang_sparse.backend.allocate import Heads
 from sglang_sparse.backend.verify import most_queries
+from sglang_sparse.checks import ATTENTION_RULES, check_rules
 from sglang_sparse.config import ConfigError, SparseConfig, load_preset
 from sglang_sparse.speculation.flags import check_speculation
+from sglang_sparse_radix.refusals import rules_for
 
 CONFIG = load_preset("reference", "page_minmax")
 NGRAM: dict[str, Any] = {
@@ -27,6 +29,8 @@ DRAFT_MODEL: dict[str, Any] = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
 }
+EAGLE: dict[str, Any] = DRAFT_MODEL | {"speculative_algorithm": "EAGLE"}
+SERVED = "NGRAM or STANDALONE or EAGLE or EAGLE3 or unset"
 only_where_supported = pytest.mark.skipif(
     not compat.current().SPECULATIVE, reason="refused with this version of SGLang"
 )
@@ -69,27 +73,72 @@ def test_chains_of_a_draft_model_are_served(name: str) -> None:
 
 
 @only_where_supported
+@pytest.mark.parametrize("name", ["EAGLE", "eagle", "EAGLE3"])
+def test_chains_of_eagle_are_served(name: str) -> None:
+    asked = EAGLE | {"speculative_algorithm": name}
+    check_speculation(flags(**asked), CONFIG)
+    assert most_queries(flags(**asked), Heads(query=8, kv=4, dim=64)) == 4
+
+
+@only_where_supported
+@pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculative_eagle_topk": None}, ("--speculative-eagle-topk unset", "allowed: 1 with")),
+        ({"speculative_eagle_topk": 2}, ("--speculative-eagle-topk 2", "planes do not follow")),
+        ({"speculative_num_steps": None}, ("--speculative-num-steps unset", "a number of drafts")),
+        ({"speculative_draft_model_path": None}, ("model-path unset", "was trained for the one")),
+    ],
+)
+def test_eagle_without_a_chain_or_a_draft_model_is_refused(
+    name: str, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    line = refused(flags(**EAGLE | {"speculative_algorithm": name} | changes))
+    assert all(word in line for word in words), line
+
+
+@only_where_supported
+@pytest.mark.parametrize("name", ["STANDALONE", "EAGLE", "EAGLE3"])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"speculative_draft_attention_backend": "sparse"}, ("backend sparse", "a dense backend")),
         ({"speculative_draft_model_path": None}, ("--speculative-draft-model-path unset",)),
-        ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm STANDALONE",)),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm {name}",)),
     ],
 )
 def test_what_a_draft_model_may_not_be_is_named(
-    changes: dict[str, Any], words: tuple[str, ...]
+    name: str, changes: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    line = refused(flags(**DRAFT_MODEL | changes))
-    assert all(word in line for word in words), line
+    line = refused(flags(**DRAFT_MODEL | {"speculative_algorithm": name} | changes))
+    assert all(word.format(name=name) in line for word in words), line
+
+
+@only_where_supported
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("enable_multi_layer_eagle", True),
+        ("speculative_draft_window_size", 1024),
+        ("speculative_use_rejection_sampling", True),
+        ("speculative_adaptive", True),
+        ("speculative_eagle_topk", 4),
+    ],
+)
+def test_other_ways_to_draft_are_refused_by_their_flag(field: str, value: Any) -> None:
+    args = flags(**EAGLE | {field: value})
+    with pytest.raises(ConfigError) as error:
+        check_rules(args, (*rules_for(args), *ATTENTION_RULES))
+    assert f"--{field.replace('_', '-')} {value}" in str(error.value)
 
 
 @only_where_supported
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"speculative_algorithm": "EAGLE"}, ("EAGLE", "NGRAM or STANDALONE or unset", "pairs")),
-        ({"speculative_algorithm": "DFLASH"}, ("DFLASH", "or unset", "not supported with")),
+        ({"speculative_algorithm": "NEXTN"}, ("NEXTN", SERVED, "layers of the served model")),
+        ({"speculative_algorithm": "DFLASH"}, ("DFLASH", SERVED, "not supported with")),
         ({"kv_cache_dtype": "fp8_e4m3"}, ("fp8_e4m3 with --speculative-algorithm", "auto or")),
         ({"enable_hierarchical_cache": True}, ("--enable-hierarchical-cache with", "unset with")),
         ({"speculative_ngram_max_bfs_breadth": 8}, ("max-bfs-breadth 8", "do not follow")),
