@@ -58,7 +58,8 @@ class MassStudy:
     """Runs every policy on every task and length, and finds the cheapest policy of each kind.
 
     Attributes:
-        result: JSON-ready: a row a policy, with a cell for each task and length.
+        result: JSON-ready: a row a policy, with a cell for each task and length. A row's policy is
+            what differs from the study's ``base``.
     """
 
     def __init__(self, study: Study, base: Policy, out: Path) -> None:
@@ -85,6 +86,10 @@ class MassStudy:
             have = {(cell["task"], cell["length"]) for cell in row["cells"]}
             row["cells"] += [c for c in theirs["cells"] if (c["task"], c["length"]) not in have]
 
+    def _changes(self, policy: Policy) -> dict[str, Any]:
+        base = self.result["base"]
+        return {key: value for key, value in asdict(policy).items() if base[key] != value}
+
     def run(self, tasks: Sequence[str], lengths: Sequence[int], named: dict[str, Policy]) -> None:
         """Measure the cells that are missing; a cell is a policy, a task and a length.
 
@@ -98,7 +103,7 @@ class MassStudy:
     def _measure(self, tasks: Sequence[str], length: int, named: dict[str, Policy]) -> None:
         rows, study, missing = self.result["rows"], self.study, {}
         for name, policy in named.items():
-            row = rows.setdefault(name, {"policy": asdict(policy), "cells": []})
+            row = rows.setdefault(name, {"policy": self._changes(policy), "cells": []})
             have = [(cell["task"], cell["length"]) for cell in row["cells"]]
             if absent := [task for task in tasks if (task, length) not in have]:
                 missing[name] = absent
