@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import headline, picture, psa_dense, psa_fixed, psa_preset, psa_served
-from latency_tables import decode_table
+from latency_tables import RESULTS, decode_table
 from refusals import BLANK, Refusal, all_refusals
 
 from sglang_sparse.config import json_schema, list_presets, load_preset
@@ -217,11 +217,17 @@ def refusals() -> str:
     return "\n".join(lines).rstrip()
 
 
+def capacity() -> str:
+    """The table that `loadtest/report.py` wrote beside the committed reports."""
+    return (RESULTS / "capacity-h200" / "capacity.md").read_text(encoding="utf-8").rstrip()
+
+
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "headline": ("README.md", headline),
     "results": ("docs/results.md", partial(decode_table, "h200")),
     "anchors": ("docs/results.md", partial(decode_table, "h200-anchors")),
     "first-token": ("docs/results.md", partial(decode_table, "h200-first-token")),
+    "capacity": ("docs/results.md", capacity),
     "psa-served": ("docs/results.md", psa_served),
     "psa-dense": ("docs/results.md", psa_dense),
     "psa-fixed": ("docs/results.md", psa_fixed),

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capacity reports of several servers as one HTML page and one Markdown table.
 
-python loadtest/report.py results              # writes results/capacity.html and capacity.md
-python loadtest/report.py results docs/results.md    # and the table between its markers
+python loadtest/report.py results    # writes results/capacity.html and capacity.md
 """
 
 from __future__ import annotations
@@ -251,26 +250,15 @@ def write_report(folder: Path, reports: Reports | None = None) -> Path:
     return path
 
 
-def fill(page: Path, name: str, text: str) -> None:
-    """Replace the text between the markers `<!-- NAME:begin -->` and `<!-- NAME:end -->`."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = page.read_text().split(begin)
-    _, after = rest.split(end)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def main() -> None:
-    """Write the page and the table, and fill in the table of another file."""
+    """Write the page and the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("results", type=Path, help="folder with reports of capacity.py")
-    parser.add_argument("readme", type=Path, nargs="?", help="file with the table's markers")
     args = parser.parse_args()
     try:
         print(write_report(args.results))
     except ValueError as error:
         parser.error(f"{args.results}: {error}")
-    if args.readme is not None:
-        fill(args.readme, "capacity", (args.results / "capacity.md").read_text().rstrip())
 
 
 if __name__ == "__main__":

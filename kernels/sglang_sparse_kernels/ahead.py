@@ -175,7 +175,7 @@ def compile_ahead(
     if count:
         progress(0, count)
 
-    def told(failure: str, *, was_found: bool = False) -> None:
+    def told(failure: str, was_found: bool) -> None:
         nonlocal done, compiled
         with lock:
             if failure:
@@ -194,8 +194,11 @@ def compile_ahead(
     return Compiled(found, compiled, processes, tuple(failures))
 
 
-def _feed(kernels: SimpleQueue[Kernel], told: Callable[..., None]) -> None:
-    """Have a process compile kernels until none is left; ``told`` hears of each, "" if it went."""
+def _feed(kernels: SimpleQueue[Kernel], told: Callable[[str, bool], None]) -> None:
+    """Have a process compile kernels until none is left.
+
+    ``told`` hears of each: why it could not be compiled, "" if it was, and whether it was on disk.
+    """
     command, pipe = [sys.executable, "-c", _WORKER], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as worker:
         assert worker.stdin is not None
@@ -207,7 +210,7 @@ def _feed(kernels: SimpleQueue[Kernel], told: Callable[..., None]) -> None:
                 worker.stdin.close()
                 return
             if kernel.is_on_disk():
-                told("", was_found=True)
+                told("", True)
                 continue
             try:
                 pickle.dump(kernel, worker.stdin)
@@ -216,9 +219,9 @@ def _feed(kernels: SimpleQueue[Kernel], told: Callable[..., None]) -> None:
             except (OSError, TypeError, AttributeError, pickle.PicklingError) as error:
                 answer = str(error)
             if answer == "ok\n":
-                told("")
+                told("", False)
                 continue
-            told(f"{kernel.name}: {answer.strip() or 'its process ended'}")
+            told(f"{kernel.name}: {answer.strip() or 'its process ended'}", False)
             if not answer.endswith("\n"):
                 return
 

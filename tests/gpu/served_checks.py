@@ -68,7 +68,7 @@ WITH_HOST_KV = " with KV in host memory"
 _OF_A_NUMBER = 2 if has_gpu() else 4
 HOST_KV = {
     "kind": "host",
-    "device_bytes": (160 << 20) * _OF_A_NUMBER,
+    "device_bytes": (136 << 20) * _OF_A_NUMBER,
     "host_bytes": (256 << 20) * _OF_A_NUMBER,
 }
 HOST_KV_FLAGS = ["--context-length", "4608", "--max-total-tokens", "65536"]
