@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_sparse import compat, devices
+from sglang_sparse import compat
 from sglang_sparse.checks import check_rules, refuse
 from sglang_sparse.config import ConfigError, Resolved
 from sglang_sparse.config.load import CONFIG_FLAG
@@ -42,16 +42,6 @@ def check_windowed(args: Any, resolved: Resolved) -> None:
             problem=f"it was not tested on sglang {compat.sglang_version()}",
             allowed=f"sglang {compat.TESTED_SGLANG[0]}",
             remedy="install that version, or drop retention",
-        )
-    # Its answers were wrong on one: FlashInfer planned for the query heads of all KV heads. That is
-    # mended, and was not tried there again.
-    if devices.served_device() == "cuda":
-        raise ConfigError(
-            flag=CONFIG_FLAG,
-            value=kind,
-            problem="it was not tested on GPUs yet",
-            allowed="a CPU server",
-            remedy="drop retention: the same heads stream, and hold every token",
         )
     check_rules(args, WINDOWED_RULES)
     if not args.disable_overlap_schedule:

@@ -12,7 +12,7 @@
 - `cascade`: the same of servers that hold a bounded number of tokens (:mod:`cascade_checks`).
 - `placed`: the same of servers with all KV in host memory.
 - `windows`: the same of servers whose streaming heads hold sinks and windows only
-  (:mod:`window_checks`). GPU servers refuse that, so it runs where it is asked for.
+  (:mod:`window_checks`).
 - `soak`: mixed load with aborts, disconnects, cancellations and flushes, then SGLang's memory check
   and every plane compared with recomputation (`loadtest/soak.py`).
 
@@ -219,10 +219,9 @@ PARTS: dict[str, Callable[[argparse.Namespace, dict[str, str]], Part]] = {
     "drafts": draft,
     "cascade": cascade,
     "placed": place,
-    "soak": soaked,
     "windows": windows,
+    "soak": soaked,
 }
-DEFAULT_PARTS = [name for name in PARTS if name != "windows"]
 
 
 def installed(name: str) -> str | None:
@@ -336,8 +335,8 @@ def parse() -> argparse.Namespace:
     add(
         "--parts",
         type=names_of(tuple(PARTS)),
-        default=DEFAULT_PARTS,
-        help=f"{','.join(PARTS)}; by default all but windows",
+        default=list(PARTS),
+        help=f"{','.join(PARTS)}; by default all",
     )
     add("--out", type=Path, default=ROOT / "build" / "gpu-check.json")
     add("--logs", type=Path, help="folder of logs; that of --out by default")

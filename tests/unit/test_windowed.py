@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_sparse import compat, devices
+from sglang_sparse import compat
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.request_options import parse
 from sglang_sparse.windowed import check_windowed
@@ -31,12 +31,6 @@ CONFIG: dict[str, Any] = {
 def python_tree_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core that takes rules, whatever SGLang's default is."""
     monkeypatch.setattr(compat, "tree_core", lambda: "python")
-
-
-@pytest.fixture(autouse=True)
-def cpu_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that windows were tested on, whatever this machine has."""
-    monkeypatch.setattr(devices, "served_device", lambda: "cpu")
 
 
 def resolve(**changes: Any) -> Any:
@@ -113,14 +107,6 @@ def test_flags_that_windows_do_not_follow_are_refused_by_name(monkeypatch, field
     check_windowed(flags(), resolve())
     with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
         check_windowed(flags(**{field: value}), resolve())
-
-
-def test_gpu_servers_are_refused_by_name(monkeypatch):
-    monkeypatch.setattr(compat.current(), "window_tree_class", lambda: object)
-    monkeypatch.setattr(devices, "served_device", lambda: "cuda")
-    check_windowed(flags(), resolve(retention={"kind": "all"}))
-    with pytest.raises(ConfigError, match=r"streaming_window.*on GPUs yet; allowed: a CPU"):
-        check_windowed(flags(), resolve())
 
 
 def test_a_tree_core_that_takes_no_rules_is_refused(monkeypatch):
