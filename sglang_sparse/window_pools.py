@@ -5,7 +5,9 @@ Seams (SGLang 0.5.17): ``model_executor/model_runner.py: ModelRunner.init_kv_cac
 (reads ``is_hybrid_swa``, ``sliding_window_size``), ``model_executor/pool_configurator.py:
 create_memory_pool_configurator``, ``HybridSWAPoolConfigurator``, ``mem_cache/
 kv_cache_configurator.py: KVCacheConfigurator._build_token_to_kv_pool``,
-``_build_token_to_kv_pool_allocator``.
+``_build_token_to_kv_pool_allocator``; what one request holds follows from ``mem_cache/
+unified_cache/components/swa_component.py: SWAComponent.acquire_component_lock`` and
+``managers/schedule_policy.py: PrefillAdder``.
 """
 
 from __future__ import annotations
@@ -80,9 +82,28 @@ def create_configurator(original: Callable[..., Any], kvc: Any) -> Any:
     return SplitPoolConfigurator()
 
 
+def tokens_of_one_request(window: tuple[int, int], page_size: int) -> int:
+    """Tokens that streaming heads may hold of one request, where nothing else is held.
+
+    The tree locks nodes as a whole, and none is longer than a window: the sinks, and up to two
+    windows. A third window is what the request computes or decodes behind them; SGLang gives back
+    what left it only every ``SGLANG_SWA_EVICTION_INTERVAL`` steps, and keeps a page free.
+    With fewer, a prompt may wait for a place forever (``PrefillAdder.add_chunked_req``).
+
+    Args:
+        window: sinks and local tokens.
+        page_size: tokens of a page.
+    """
+    from sglang.srt.environ import envs
+
+    sink, local = window
+    late = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
+    return int(sink + 3 * local + late + 2 * page_size)
+
+
 def _check_share(config: SparseConfig, tokens: int, page_size: int) -> None:
-    """Refuse a window pool of ``tokens`` that holds no request beside its padding."""
-    need = sum(config.heads.window) + 2 * page_size
+    """Refuse a window pool of ``tokens`` in which one request may not end."""
+    need = tokens_of_one_request(config.heads.window, page_size)
     if tokens < need:
         raise refuse(
             "--sparse-config",

@@ -16,7 +16,7 @@ from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environ
 from machine import HAS_GPU
 from placed import PLACED_SERVERS
 from server_host import Host
-from streaming_heads import EQUALLY_STREAMING, STREAMING
+from streaming_heads import EQUALLY_STREAMING, STREAMING, WINDOW_TOKENS
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -49,10 +49,10 @@ ONE_LIST = {
 }
 # The budget as shipped; a request may ask for the whole context.
 ASKED = {"budget": {"max_fraction": 1.0}, "min_sparse_tokens": 64}
-# Prompts see the windows in both.
+# Prompts see the windows in both. One has room for what a request may hold, and no more.
 HELD: dict[str, dict[str, object]] = {
     "kept": {"prefill": ALL_BLOCKS | {"min_tokens": 1}},
-    "given-back": {"retention": {"kind": "streaming_window", "share": 0.125}},
+    "given-back": {"retention": {"kind": "streaming_window", "share": WINDOW_TOKENS / 8192}},
 }
 WHOLE_MASS = {
     "budget": {"epsilon": 1.0, "cap": 32768},

@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 import pytest
 from live_server import LiveServer, logprobs, token_ids
+from streaming_heads import STREAMING, WINDOW_TOKENS
+
+from sglang_sparse.window_pools import tokens_of_one_request
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
-TOKENS, SHARE = 8, 0.125
+TOKENS = 8
 KEPT, GIVEN_BACK = "windows-kept", "windows-given-back"
 
 
@@ -57,9 +60,23 @@ def test_answers_are_those_of_heads_that_hold_everything(
 def test_memory_holds_the_windows_of_streaming_heads_and_is_counted(server: Server) -> None:
     kept, given_back = (server(name).sparse_state()["kv_bytes"] for name in (KEPT, GIVEN_BACK))
     # Two of four heads stream. Each pool has a page of padding beside its tokens.
-    pages, windows, half = 8192 // 64, int(8192 * SHARE) // 64, kept / (8192 // 64 + 1) / 2
+    pages, windows, half = 8192 // 64, WINDOW_TOKENS // 64, kept / (8192 // 64 + 1) / 2
     assert given_back == pytest.approx(half * (pages + windows + 2), rel=1e-6)
     assert server(GIVEN_BACK).call("/server_info")["max_total_num_tokens"] == 8192
+
+
+def test_a_long_request_ends_where_only_one_has_room(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    window = (STREAMING["sink"], STREAMING["local"])
+    assert tokens_of_one_request(window, 64) == WINDOW_TOKENS
+    live = server(GIVEN_BACK)
+    live.flush()
+    long = [*prompts[4], *prompts[9], *prompts[14]][:5000]
+    # Lengths at which what is locked ends anywhere in a window; decoding leaves it behind.
+    for end in (5000, 4600, 4650, 4990):
+        [answer] = live.generate([long[:end]], 160, ignore_eos=True)
+        assert answer["meta_info"]["completion_tokens"] == 160
 
 
 def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]) -> None:

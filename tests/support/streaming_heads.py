@@ -15,3 +15,5 @@ EQUALLY_STREAMING: dict[str, Any] = {
     "layers": {"kind": "every"},
     "heads": STREAMING | {"streaming": [[0, 1], [0, 2], [1, 3], [2, 3], [0, 3], [1, 2]]},
 }
+# Tokens that streaming heads hold of one request at most, in pages of 64.
+WINDOW_TOKENS = 704

@@ -175,5 +175,5 @@ def test_half_of_the_heads_holding_windows_hold_nearly_twice_the_tokens(tmp_path
     assert held.swa_max_total_num_tokens == pytest.approx(
         share * held.max_total_num_tokens, abs=PAGE
     )
-    with pytest.raises(ConfigError, match="a share that holds 1280 tokens"):
+    with pytest.raises(ConfigError, match="a share that holds 3329 tokens"):
         sizes({"kind": "streaming_window", "share": 1e-3})
