@@ -118,13 +118,13 @@ class HostedAttentionBackend(SparseAttentionBackend):
         pool = runner.token_to_kv_pool
         slots, columns = runner.req_to_token_pool.req_to_token.shape
         self._config, self._max_context = launch_of_runner(runner).config, columns
+        prompts = compat.resolved(runner.server_args).prefill_max_requests
         pages = pages_to_copy(
-            self._config,
-            pool,
-            request_slots=slots,
-            max_context=columns,
-            prompts=compat.resolved(runner.server_args).prefill_max_requests,
+            self._config, pool, request_slots=slots, max_context=columns, prompts=prompts
         )
+        # SGLang captures sizes of several requests, too, of which a buffer may hold but one.
+        longest = min(runner.model_config.context_len, pages * pool.page_size)
+        compat.limit_prefill_graphs(runner.server_args, longest)
         self._prompts = HostPrompts(pool, request_slots=slots, max_context=columns, pages=pages)
         return self._prompts.runner(runner)
 

@@ -116,6 +116,7 @@ __all__ = [
     "is_supported",
     "is_tested",
     "kv_scales",
+    "limit_prefill_graphs",
     "longest_row",
     "read_model_config",
     "resolved",
@@ -242,6 +243,19 @@ def untested_warning() -> str | None:
 def resolved(server_args: Any) -> Any:
     """Flags as SGLang resolves them, readable by name."""
     return current().resolved(server_args)
+
+
+def limit_prefill_graphs(server_args: Any, tokens: int) -> None:
+    """Leave prefills of more than ``tokens`` out of the CUDA graphs that will be captured.
+
+    SGLang captures a size in as many requests as the context asks for, whatever batches hold; what
+    no graph is captured for runs without one. The graphs of decoding stay.
+
+    Seam: ``PrefillCudaGraphRunner.__init__`` reads ``ServerArgs.cuda_graph_config.prefill.bs``.
+    """
+    prefill = resolved(server_args).cuda_graph_config.prefill
+    if prefill.bs is not None:
+        prefill.bs = [size for size in prefill.bs if size <= tokens]
 
 
 def captures_decode(server_args: Any) -> bool:

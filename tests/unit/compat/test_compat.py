@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,3 +99,18 @@ def test_a_version_out_of_range_is_refused_by_name(pretend, number: str) -> None
 def test_the_core_of_the_tree_is_the_one_that_sglang_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "rust")
     assert compat.tree_core() == "rust"
+
+
+def test_prefills_longer_than_asked_for_are_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
+
+    monkeypatch.setattr(compat.current(), "resolved", lambda server_args: server_args)
+    flags = SimpleNamespace(cuda_graph_config=default_cuda_graph_config())
+    flags.cuda_graph_config.decode.bs = decode = [1, 8192]
+    flags.cuda_graph_config.prefill.bs = None
+    compat.limit_prefill_graphs(flags, 4608)
+    assert flags.cuda_graph_config.prefill.bs is None
+    flags.cuda_graph_config.prefill.bs = [4, 4096, 4608, 5120, 8192]
+    compat.limit_prefill_graphs(flags, 4608)
+    assert flags.cuda_graph_config.prefill.bs == [4, 4096, 4608]
+    assert flags.cuda_graph_config.decode.bs is decode
