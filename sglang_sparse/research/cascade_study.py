@@ -101,18 +101,20 @@ class CascadeStudy:
                 reply = self.encoder.decode(ids[: len(sample.answer_ids)])
                 right += is_exact(sample, reply)
                 digits.append(digits_right(sample, reply))
+        (length_of_key,) = {len(sample.values[0]) for sample in samples}
         row = {
             "arm": asdict(arm), "name": arm.name, "length": length, "mentions": mentions,
             "count": len(samples),
             "exact": right / len(samples), "exact_interval": wilson(right, len(samples)),
-            "digits": statistics.fmean(digits), "digits_of_each": digits,
+            "digits": statistics.fmean(digits) / length_of_key, "digits_of_each": digits,
             "held_by_head": statistics.fmean(one for one, _ in held),
             "held_by_layer": statistics.fmean(some for _, some in held),
         }  # fmt: skip
         same = (length, mentions)
         window = next((r for r in self.rows if _is_window(r) and _passkeys(r) == same), None)
         if window is not None:
-            gains = [a - b for a, b in zip(digits, window["digits_of_each"], strict=True)]
+            pairs = zip(digits, window["digits_of_each"], strict=True)
+            gains = [(a - b) / length_of_key for a, b in pairs]
             row |= {"gain": statistics.fmean(gains), "gain_interval": interval(gains)}
         self.rows.append(row)
         return row
@@ -169,10 +171,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def digits_right(sample: Sample, reply: str) -> float:
-    """Share of the key's digits that stand at their place in the reply's first number."""
+def digits_right(sample: Sample, reply: str) -> int:
+    """Digits of the key that stand at their place in the reply's first number."""
     key, found = sample.values[0], (*extract(sample, reply), "")[0]
-    return sum(a == b for a, b in zip(key, found, strict=False)) / len(key)
+    return sum(a == b for a, b in zip(key, found, strict=False))
 
 
 def summary(result: dict[str, Any]) -> str:

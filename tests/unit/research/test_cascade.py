@@ -118,9 +118,9 @@ def test_keys_lie_beyond_the_window_and_are_scored_by_digit() -> None:
     assert twice.prompt_ids[2 * end - begin :] == sample.prompt_ids[end:]
     assert repeated(sample, 1) == sample
     key = sample.values[0]
-    assert digits_right(sample, sample.answer) == 1
+    assert digits_right(sample, sample.answer) == len(key)
     wrong = key[0] + str((int(key[1]) + 1) % 10) + key[2:]
-    assert digits_right(sample, f"The pass key is {wrong}.") == 1 - 1 / len(key)
+    assert digits_right(sample, f"The pass key is {wrong}.") == len(key) - 1
     assert digits_right(sample, "no number") == 0
     for levels in (1, 2):
         study.remember(Arm(levels), [sample], 1024)
