@@ -173,6 +173,8 @@ def main() -> None:
     add_arguments(parser)
     args = parser.parse_args()
     args.logs = args.logs or args.out
+    for folder in (args.out, args.logs):
+        folder.mkdir(parents=True, exist_ok=True)
     for label in args.configurations:
         print(f"== {label}", flush=True)
         run(label, args)

@@ -28,10 +28,8 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
@@ -45,6 +43,7 @@ import soak
 import window_checks
 from compare_latency import output_of
 from documents import cut_documents
+from kernel_checks import Part, kernels, part
 from local import CONFIGURATIONS, ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
 from served_checks import Outcome
 
@@ -52,53 +51,7 @@ from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("sglang", "sglang-sparse", "sglang-kernel", "torch", "triton", "flashinfer-python")
-MOST_SHOWN = 40
-Part = dict[str, Any]
 Urls = dict[str, str]
-
-
-def part(checked: int, failures: list[str], **facts: Any) -> Part:
-    """The report of one part: it passed if something was checked and nothing failed."""
-    ok = checked > 0 and not failures
-    return {"ok": ok, "checked": checked, "failed": len(failures),
-            "failures": failures[:MOST_SHOWN], **facts}  # fmt: skip
-
-
-def kernels(args: argparse.Namespace, environment: dict[str, str]) -> Part:
-    """Run the kernel tests in a process of their own, and count."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", str(args.kernel_tests), "-q", "--no-header"]
-        command += ["-p", "no:cacheprovider", f"--junitxml={path}"]
-        command += ["--durations=40"]
-        command += ["-n", str(args.workers)] if args.workers > 1 else []
-        # The workers share the cores: with threads of their own they wait for each other.
-        env = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-        if has_gpu():
-            env.pop("TRITON_INTERPRET", None)
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-        (args.logs / "kernels.log").write_text(done.stdout + done.stderr)
-        if not path.exists():
-            tail = (done.stdout + done.stderr)[-1500:]
-            return part(0, [f"pytest ended with status {done.returncode}: {tail}"])
-        found = counted(ElementTree.parse(path).getroot())
-    if done.returncode and not found["failures"]:
-        found |= {"ok": False, "failed": 1, "failures": [f"pytest ended with {done.returncode}"]}
-    return found | {"compiled": has_gpu()}
-
-
-def counted(root: ElementTree.Element) -> Part:
-    """The part that a JUnit report describes."""
-    failures, skipped, checked = [], [], 0
-    for case in root.iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        wrong = [e for e in case if e.tag in ("failure", "error")]
-        if any(e.tag == "skipped" for e in case):
-            skipped.append(name)
-            continue
-        checked += 1
-        failures += [f"{name}: {(e.get('message') or '').splitlines()[0:1]}" for e in wrong[:1]]
-    return part(checked, failures, skipped=len(skipped), skipped_tests=skipped[:MOST_SHOWN])
 
 
 def serve(args: argparse.Namespace, environment: dict[str, str]) -> Part:
@@ -344,7 +297,7 @@ def parse() -> argparse.Namespace:
         help="a GPU for each part, in order; the parts then run at once")  # fmt: skip
     add("--commit", help="what is checked, where there is no git checkout")
     add("--merge", type=Path, nargs="+", metavar="REPORT", help="make one report of several")
-    add("--workers", type=int, default=1, help="of the kernel tests; needs pytest-xdist")
+    add("--workers", type=int, default=1, help="processes of the kernel tests")
     add("--kernel-tests", type=Path, default=ROOT / "tests" / "unit" / "kernels")
     add("--methods", type=names_of(METHODS), default=list(METHODS), help="of the served checks")
     add("--documents", type=int, default=4, help="of five prompts each, for the served checks")

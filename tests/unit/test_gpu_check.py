@@ -74,6 +74,21 @@ def test_failing_kernel_tests_are_counted_and_listed(
     assert checked(line, monkeypatch) == 1
 
 
+def test_kernel_tests_are_shared_out_to_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "kernels", tmp_path / "report" / "gpu.json"
+    folder.mkdir()
+    for number in range(3):
+        (folder / f"test_kernels_{number}.py").write_text(KERNEL_TESTS)
+    line = ["--parts", "kernels", "--kernel-tests", str(folder), "--out", str(out)]
+    assert checked([*line, "--workers", "2"], monkeypatch) == 1
+    found = json.loads(out.read_text())["parts"]["kernels"]
+    assert (found["checked"], found["failed"], found["skipped"]) == (6, 3, 3)
+    assert (len(found["failures"]), len(found["skipped_tests"])) == (3, 3)
+    assert {path.name for path in out.parent.glob("*.log")} == {"kernels-0.log", "kernels-1.log"}
+
+
 def test_a_part_that_breaks_fails_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

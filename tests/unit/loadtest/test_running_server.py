@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import scripts  # noqa: F401 - makes the folder of scripts importable
 
+import compare_latency  # isort: skip
 from compare_latency import running_server  # isort: skip
 
 # Answers every request, as a server's `/health`.
@@ -78,3 +79,19 @@ def test_another_servers_port_is_refused(port: int, tmp_path: Path) -> None:
             pass
         assert answers(port)
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_folders_of_reports_and_logs_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, logs = tmp_path / "new" / "reports", tmp_path / "new" / "logs"
+    seen: list[tuple[str, bool]] = []
+
+    def measured(label: str, args: object) -> None:
+        seen.append((label, out.is_dir() and logs.is_dir()))
+
+    monkeypatch.setattr(compare_latency, "run", measured)
+    line = ["--configurations", "dense", "--out", str(out), "--logs", str(logs)]
+    monkeypatch.setattr(sys, "argv", ["compare_latency.py", *line])
+    compare_latency.main()
+    assert seen == [("dense", True)]
