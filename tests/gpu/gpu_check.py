@@ -28,6 +28,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +51,7 @@ from served_checks import Outcome
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 ROOT = Path(__file__).parents[2]
+DRAFTERS = ROOT / "tests" / "support" / "drafters.py"
 PACKAGES = ("sglang", "sglang-sparse", "sglang-kernel", "torch", "triton", "flashinfer-python")
 Urls = dict[str, str]
 
@@ -66,7 +68,10 @@ def prompt(args: argparse.Namespace, environment: dict[str, str]) -> Part:
 
 def draft(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """The same of servers that draft tokens."""
-    return compared(served_checks.drafting_configurations(), args, environment)
+    with tempfile.TemporaryDirectory() as folder:
+        # Not in this process: PyTorch starts threads, and servers may be forked from here.
+        subprocess.run([sys.executable, str(DRAFTERS), folder], check=True)
+        return compared(served_checks.drafting_configurations(Path(folder)), args, environment)
 
 
 def place(args: argparse.Namespace, environment: dict[str, str]) -> Part:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from client import call
@@ -58,11 +59,13 @@ CHAINS = [
 ]
 # The model drafts for itself, and sees its own tokens one place off: most drafts are accepted.
 WITH_A_DRAFT_MODEL = " with a draft model"
-DRAFT_MODEL = [
-    *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(MODEL)),
+DRAFTED_BY_MODEL = [
     *("--speculative-num-steps", str(DRAFTS - 1), "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", str(DRAFTS)),
 ]
+# Models that `drafters.py` makes. One drafts nearly as the served model, one repeats tokens.
+WITH_EAGLE, WITH_EAGLE3 = " with EAGLE", " with EAGLE3"
+DRAFTED = (WITH_DRAFTS, WITH_A_DRAFT_MODEL, WITH_EAGLE, WITH_EAGLE3)
 WITH_HOST_KV = " with KV in host memory"
 # Frames for what a step of eight requests touches, and not for the blocks of all prompts.
 _OF_A_NUMBER = 2 if has_gpu() else 4
@@ -103,14 +106,25 @@ def prompting_configurations() -> dict[str, list[str]]:
     return {"dense": found["dense"], **dict(prompting(found, "lserve"))}
 
 
-def drafting_configurations() -> dict[str, list[str]]:
-    """Servers that draft chains, by n-grams or a model, beside dense without speculation."""
+def drafting_configurations(models: Path = Path("drafters")) -> dict[str, list[str]]:
+    """Servers that draft chains, by n-grams or a model, beside dense without speculation.
+
+    Args:
+        models: folder of the draft models `eagle` and `eagle3`.
+    """
     found = configurations()
+
+    def drafted_by(algorithm: str, model: Path) -> list[str]:
+        flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model)]
+        return [*flags, *DRAFTED_BY_MODEL]
+
     drafting = {
         name + how: [*found[name], *flags]
         for how, flags, names in (
             (WITH_DRAFTS, CHAINS, ("page_minmax", "kascade")),
-            (WITH_A_DRAFT_MODEL, DRAFT_MODEL, ("page_minmax", "sparcas")),
+            (WITH_A_DRAFT_MODEL, drafted_by("STANDALONE", MODEL), ("page_minmax", "sparcas")),
+            (WITH_EAGLE, drafted_by("EAGLE", models / "eagle"), ("sparcas",)),
+            (WITH_EAGLE3, drafted_by("EAGLE3", models / "eagle3"), ("page_minmax",)),
         )
         for name in names
     }
@@ -323,7 +337,7 @@ def check_method(
     each = alone(url, prompts, budget)
     compare(outcome, f"{name}, full budget", want, each, noise, near)
     # The equality means nothing unless these steps went through selection.
-    state, drafted = sparse_state(url), name.endswith((WITH_DRAFTS, WITH_A_DRAFT_MODEL))
+    state, drafted = sparse_state(url), name.endswith(DRAFTED)
     steps, least = state["decode_steps"]["sparse"] - before, len(prompts) * (TOKENS - 1)
     least = -(-least // DRAFTS) if drafted else least
     outcome.check(steps >= least, f"{name}: {steps} sparse decode steps, expected {least}")

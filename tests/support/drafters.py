@@ -2,12 +2,14 @@
 """Small draft models for the reference model, in the formats of EAGLE and EAGLE3.
 
 Nothing is trained: EAGLE's is the served model, as far as its format allows, and EAGLE3's repeats
-the last token. So some drafts are accepted and some are rejected.
+the last token. So some drafts are accepted and some are rejected. As a script it writes both into
+a folder.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,8 @@ def _save(folder: Path, config: dict[str, Any], weights: Weights) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, folder / "model.safetensors")
     return folder
+
+
+if __name__ == "__main__":
+    write_eagle(Path(sys.argv[1]) / "eagle")
+    write_eagle3(Path(sys.argv[1]) / "eagle3")
