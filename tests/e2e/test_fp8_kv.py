@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import pytest
@@ -67,12 +68,18 @@ def test_lists_that_hold_everything_give_the_dense_answers(
     assert state["kv_cache_dtype"] == "fp8_e4m3"
     assert state["decode_steps"]["sparse"] - before == len(PICKED) * (TOKENS - 1)
     assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in dense]
-    # What is read is the same fp8 numbers: far closer than these are to what they stand for. A
-    # sparse prompt is computed in another order, and where that rounds across a boundary of fp8, a
-    # key becomes the next number: rarely, but every later layer and token sees it.
-    near = change / (4 if state["prefill_batches"]["sparse"] else 100)
-    for (_, got), (_, want) in zip(answers, dense, strict=True):
-        assert max(abs(a - b) for a, b in zip(got, want, strict=True)) <= near
+    # What is read is the same fp8 numbers: far closer than these are to what they stand for. Sums
+    # in another order may round a key across a boundary of fp8, where it becomes the next number:
+    # rarely, but every later layer and token sees it. A sparse prompt has many such keys, what is
+    # decoded few, and none on some machines.
+    changes = [
+        abs(a - b)
+        for (_, got), (_, want) in zip(answers, dense, strict=True)
+        for a, b in zip(got, want, strict=True)
+    ]
+    assert max(changes) <= change / 4
+    if not state["prefill_batches"]["sparse"]:
+        assert statistics.median(changes) <= change / 1000
     assert bool(state["plane_bytes"]) == (method != "kascade")  # exact scores need none
     asked = state["axes"]["score"].get("storage")
     words = {"key_sketch": "int4" if asked == "auto" else asked, "key_sketch_scale": "float16"}
