@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from itertools import chain
 
 import pytest
 from live_server import LiveServer, logprobs, token_ids
@@ -70,16 +71,17 @@ def test_lists_that_hold_everything_give_the_dense_answers(
     assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in dense]
     # What is read is the same fp8 numbers: far closer than these are to what they stand for. Sums
     # in another order may round a key across a boundary of fp8, where it becomes the next number:
-    # rarely, but every later layer and token sees it. A sparse prompt has many such keys, what is
-    # decoded few, and none on some machines.
+    # rarely, but every later layer and token sees it. A sparse prompt has many such keys. The few
+    # that are decoded have at most one, by the order of sums on a machine: all tokens before it are
+    # equal, and so are those of the other prompts.
     changes = [
-        abs(a - b)
+        [abs(a - b) for a, b in zip(got, want, strict=True)]
         for (_, got), (_, want) in zip(answers, dense, strict=True)
-        for a, b in zip(got, want, strict=True)
     ]
-    assert max(changes) <= change / 4
+    assert max(map(max, changes)) <= change / 4
     if not state["prefill_batches"]["sparse"]:
-        assert statistics.median(changes) <= change / 1000
+        assert sum(max(each) > change / 100 for each in changes) <= 1
+        assert statistics.median(chain(*changes)) <= change / 10_000
     assert bool(state["plane_bytes"]) == (method != "kascade")  # exact scores need none
     asked = state["axes"]["score"].get("storage")
     words = {"key_sketch": "int4" if asked == "auto" else asked, "key_sketch_scale": "float16"}
