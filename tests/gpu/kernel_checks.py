@@ -32,7 +32,7 @@ def part(checked: int, failures: list[str], **facts: Any) -> Part:
 def kernels(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """Run the kernel tests in processes of their own, each with a share of the files, and count."""
     tests: Path = args.kernel_tests
-    files = sorted(tests.rglob("test_*.py")) if tests.is_dir() else [tests]
+    files = sorted(tests.rglob("test_*.py")) or [tests]
     shares = [files[i :: args.workers] for i in range(min(args.workers, len(files)))]
     run_share = partial(share_of_kernels, logs=args.logs, environment=environment)
     with ThreadPoolExecutor(len(shares)) as pool:

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from client import call
-from local import METHODS, MODEL, SPARSE, has_gpu
+from drafting import CHAINS, DRAFT_MODEL, EAGLE, EAGLE3
+from local import METHODS, SPARSE, has_gpu
 
 TOKENS = 24
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
@@ -51,19 +52,11 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "kascade_sketch": {"kind": "tile_topk", "fraction": 1.0, "min_tokens": 256},
     "lserve": {"kind": "block_bounds", "fraction": 1.0, "min_tokens": 256},
 }
-DRAFTS = 4
-WITH_DRAFTS = " with drafts"
-CHAINS = [
-    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
-    *("--speculative-num-draft-tokens", str(DRAFTS)),
-]
-# The model drafts for itself, and sees its own tokens one place off: most drafts are accepted.
-WITH_A_DRAFT_MODEL = " with a draft model"
-DRAFTED_BY_MODEL = [
-    *("--speculative-num-steps", str(DRAFTS - 1), "--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", str(DRAFTS)),
-]
-# Models that `drafters.py` makes. One drafts nearly as the served model, one repeats tokens.
+DRAFTS = int(CHAINS[-1])
+# N-grams; a model that drafts for itself, and sees its own tokens one place off, so that most
+# drafts are accepted; and models that `drafters.py` makes: one drafts nearly as the served model,
+# one repeats tokens.
+WITH_DRAFTS, WITH_A_DRAFT_MODEL = " with drafts", " with a draft model"
 WITH_EAGLE, WITH_EAGLE3 = " with EAGLE", " with EAGLE3"
 DRAFTED = (WITH_DRAFTS, WITH_A_DRAFT_MODEL, WITH_EAGLE, WITH_EAGLE3)
 WITH_HOST_KV = " with KV in host memory"
@@ -113,18 +106,13 @@ def drafting_configurations(models: Path = Path("drafters")) -> dict[str, list[s
         models: folder of the draft models `eagle` and `eagle3`.
     """
     found = configurations()
-
-    def drafted_by(algorithm: str, model: Path) -> list[str]:
-        flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(model)]
-        return [*flags, *DRAFTED_BY_MODEL]
-
     drafting = {
-        name + how: [*found[name], *flags]
+        name + how: [*found[name], *(flag.replace("{DRAFTERS}", str(models)) for flag in flags)]
         for how, flags, names in (
             (WITH_DRAFTS, CHAINS, ("page_minmax", "kascade")),
-            (WITH_A_DRAFT_MODEL, drafted_by("STANDALONE", MODEL), ("page_minmax", "sparcas")),
-            (WITH_EAGLE, drafted_by("EAGLE", models / "eagle"), ("sparcas",)),
-            (WITH_EAGLE3, drafted_by("EAGLE3", models / "eagle3"), ("page_minmax",)),
+            (WITH_A_DRAFT_MODEL, DRAFT_MODEL, ("page_minmax", "sparcas")),
+            (WITH_EAGLE, EAGLE, ("sparcas",)),
+            (WITH_EAGLE3, EAGLE3, ("page_minmax",)),
         )
         for name in names
     }
