@@ -251,7 +251,8 @@ def limit_prefill_graphs(server_args: Any, tokens: int) -> None:
     SGLang captures a size in as many requests as the context asks for, whatever batches hold; what
     no graph is captured for runs without one. The graphs of decoding stay.
 
-    Seam: ``PrefillCudaGraphRunner.__init__`` reads ``ServerArgs.cuda_graph_config.prefill.bs``.
+    Seam: ``model_executor/runner/prefill_cuda_graph_runner.py: PrefillCudaGraphRunner.__init__``
+    reads ``ServerArgs.cuda_graph_config.prefill.bs``; ``capture_prepare`` shares a size out.
     """
     prefill = resolved(server_args).cuda_graph_config.prefill
     if prefill.bs is not None:
