@@ -37,9 +37,13 @@ def picture() -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings: dict[str, Any] = {"svg.hashsalt": "sglang-sparse", "svg.fonttype": "none", "font.size": 9}
-    # Each text names all of them: matplotlib's own list is a third of the file.
-    settings["font.sans-serif"] = ["DejaVu Sans", "Verdana", "Arial"]
+    settings: dict[str, Any] = {
+        "svg.hashsalt": "sglang-sparse",
+        "svg.fonttype": "none",
+        "font.size": 9,
+        # Each text names all of them, and matplotlib's own list is long.
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],
+    }
     with matplotlib.rc_context(settings):
         figure = Figure(figsize=(8, 3), layout="constrained")
         for axes, batch in zip(figure.subplots(1, 2), BATCHES, strict=True):
