@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.utils.hf_transformers_utils import get_context_length
 
 from sglang_sparse import compat
 from sglang_sparse.checks import refuse
@@ -30,7 +31,8 @@ def rotation_table(runner: ModelRunner, rows: int) -> torch.Tensor:
 
     Raises:
         ConfigError: the model has no rotary embedding, several tables, a rotation at position 0
-            that is not the identity, or one that the kernels do not compute.
+            that is not the identity, or one that the kernels do not compute; or its configuration
+            gives it fewer positions than ``rows``.
     """
     path = runner.server_args.model_path
 
@@ -54,11 +56,13 @@ def rotation_table(runner: ModelRunner, rows: int) -> torch.Tensor:
     table = getattr(rope, "cos_sin_cache", None)
     if table is None or table.dim() != 2 or table.shape[1] != dim:
         raise refused(f"the {type(rope).__name__} of this one is not such a table")
-    if table.shape[0] < rows:
+    # SGLang lengthens tables to --context-length, which may lie beyond what the model knows.
+    known = min(get_context_length(runner.model_config.hf_text_config), table.shape[0])
+    if known < rows:
         raise refuse(
             "--sparse-config",
             "retention",
-            f"at most {table.shape[0]} tokens held, the positions that the model knows",
+            f"at most {known} tokens held, the positions that the model knows",
             f"lower retention.window or retention.stride: {rows} would be held",
         )
     cos_sin = table[:rows].detach().to(runner.device, torch.float32).contiguous().clone()

@@ -41,8 +41,11 @@ def server() -> None:
     set_global_server_args_for_scheduler(prepare_server_args(base_args()))
 
 
-def runner_of(*ropes: Any, dim: int = DIM) -> Any:
-    """What the check reads of a runner: a model whose layers attend after such rotations."""
+def runner_of(*ropes: Any, dim: int = DIM, **config: Any) -> Any:
+    """What the check reads of a runner: a model whose layers attend after such rotations.
+
+    ``config``: of the model's Hugging Face configuration, 1,024 positions unless it says otherwise.
+    """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = []
@@ -55,7 +58,10 @@ def runner_of(*ropes: Any, dim: int = DIM) -> Any:
     return SimpleNamespace(
         server_args=SimpleNamespace(model_path="some/model"),
         model=nn.ModuleList(layers),
-        model_config=SimpleNamespace(head_dim=dim),
+        model_config=SimpleNamespace(
+            head_dim=dim,
+            hf_text_config=SimpleNamespace(**{"max_position_embeddings": 1024} | config),
+        ),
         device="cpu",
         dtype=torch.float32,
     )
@@ -106,6 +112,44 @@ def test_a_cache_beyond_the_models_positions_is_refused() -> None:
     most = rope.cos_sin_cache.shape[0]
     with pytest.raises(ConfigError, match=f"at most {most} tokens held"):
         rotation_table(runner_of(rope), most + 1)
+
+
+# What SGLang's own context length of such a model is.
+@pytest.mark.parametrize(
+    ("scaling", "most"),
+    [
+        (None, 64),
+        ({"rope_type": "linear", "factor": 2.0}, 128),
+        (LLAMA3, 64),
+        ({"rope_type": "other", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+    ],
+)
+def test_a_table_lengthened_to_the_context_length_is_no_more_that_the_model_knows(
+    scaling: dict[str, Any] | None, most: int
+) -> None:
+    from sglang_sparse.backend.rotation import rotation_table
+
+    rope = rope_of(max_position=64)
+    rope._ensure_cos_sin_cache_length(100_000)
+    assert rope.cos_sin_cache.shape[0] > 100_000
+    runner = runner_of(rope, max_position_embeddings=64, rope_scaling=scaling)
+    assert rotation_table(runner, most).shape == (most, DIM)
+    with pytest.raises(ConfigError, match=f"at most {most} tokens held"):
+        rotation_table(runner, most + 1)
+
+
+def test_models_that_write_kv_in_their_rope_kernel_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_sparse import compat
+    from sglang_sparse.backend.rotation import rotation_table
+
+    runner = runner_of(rope_of())
+    rotation_table(runner, ROWS)
+    monkeypatch.setattr(compat, "writes_kv_in_rope", lambda model: model is runner.model)
+    with pytest.raises(ConfigError, match="writes K and V inside its RoPE kernel") as refused:
+        rotation_table(runner, ROWS)
+    assert str(refused.value).startswith("--model-path some/model")
 
 
 def test_models_that_write_kv_in_their_rope_kernel_are_told_apart() -> None:
