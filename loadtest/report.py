@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from objectives import LEAST_SECONDS, MET, MISSED, UNDECIDED
+from objectives import LEAST_SECONDS, MET, MISSED, MOST_QUEUED_SECONDS, UNDECIDED
 
 Reports = list[dict[str, Any]]
 STYLE = """
@@ -60,8 +60,14 @@ def read_reports(paths: Iterable[Path]) -> Reports:
                     f"{first['label']} and {report['label']} cannot be compared: {name} is "
                     f"{first[name]} and {report[name]}; measure both with the same --limit-from"
                 )
-        if report["settings"]["seconds"] != first["settings"]["seconds"]:
-            raise ValueError(f"{first['label']} and {report['label']} have trials of other lengths")
+        for name in ("seconds", "least_rate", "most_rate"):
+            values = [each["settings"][name] for each in (first, report)]
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"{first['label']} and {report['label']} cannot be compared: {name} is "
+                    f"{values[0]} and {values[1]}; measure both with the same "
+                    f"--{name.replace('_', '-')}"
+                )
     return sorted(reports, key=lambda r: (f"{r['label']}.json" != r["limits_from"], r["label"]))
 
 
@@ -70,32 +76,49 @@ def trial_at(report: dict[str, Any], rate: float | None) -> dict[str, Any] | Non
     return next((t for t in report["trials"] if t["rate"] == rate), None)
 
 
-def answer(report: dict[str, Any], name: str) -> str:
-    """The result of an objective in words."""
+def decisive(report: dict[str, Any], name: str) -> list[tuple[dict[str, Any], str]]:
+    """The trials that answer for an objective, each with its verdict.
+
+    The highest rate that met it, the lowest that missed it, and those between them.
+    """
     found = report["capacity"][name]
     met, missed = found["met"], found["missed"]
-    words = [] if met is None else [f"{met:g} {MET}"]
-    if missed is not None:
-        words.append(f"{missed:g} {MISSED}")
-    between = [
+    between = sorted(
         t["rate"] for t in report["trials"]
         if t["verdicts"][name] == UNDECIDED and (missed is None or t["rate"] < missed)
         and (met is None or t["rate"] > met)
-    ]  # fmt: skip
-    if between:
-        words.append(f"{', '.join(f'{rate:g}' for rate in sorted(between))} {UNDECIDED}")
-    return ", ".join(words) or "no trial"
+    )  # fmt: skip
+    rates = [(met, MET), (missed, MISSED), *((rate, UNDECIDED) for rate in between)]
+    trials = ((trial_at(report, rate), word) for rate, word in rates)
+    return [(trial, word) for trial, word in trials if trial is not None]
+
+
+def answer(report: dict[str, Any], name: str) -> str:
+    """The result of an objective in words."""
+    grouped: dict[str, list[str]] = {}
+    for trial, word in decisive(report, name):
+        grouped.setdefault(word, []).append(f"{trial['rate']:g}")
+    return ", ".join(f"{', '.join(rates)} {word}" for word, rates in grouped.items()) or "no trial"
 
 
 def samples(report: dict[str, Any], name: str) -> str:
-    """The percentile at the highest rate that met the objective, its interval, and its gaps."""
-    trial = trial_at(report, report["capacity"][name]["met"])
-    if trial is None:
-        return "-"
-    low, high = trial["gap_p99_interval_s"]
+    """What the result of an objective rests on: a line for each of its rates.
+
+    The percentile, its interval and its gaps; for a rate that missed by its queue, the queue, too.
+    """
+    return "<br>".join(_sample(trial) for trial, _ in decisive(report, name)) or "-"
+
+
+def _sample(trial: dict[str, Any]) -> str:
+    if trial["gap_p99_s"] is None:
+        return f"{trial['rate']:g}: no gaps"
+    interval = trial["gap_p99_interval_s"]
+    ends = "" if interval is None else " [{:.1f}, {:.1f}]".format(*(1000 * end for end in interval))
+    queued = trial["queued_p50_s"]
+    late = queued is not None and queued > MOST_QUEUED_SECONDS
     return (
-        f"{1000 * trial['gap_p99_s']:.1f} ms [{1000 * low:.1f}, {1000 * high:.1f}], "
-        f"{trial['gaps']:,} gaps"
+        f"{trial['rate']:g}: {1000 * trial['gap_p99_s']:.1f} ms{ends}, {trial['gaps']:,} gaps"
+        + (f", queue {queued:.1f} s" if late else "")
     )
 
 
@@ -158,7 +181,7 @@ def _cell(value: Any, scale: float = 1, digits: int = 2) -> str:
 def _table(reports: Reports) -> str:
     heads = "".join(
         f"<th>{name} ({1000 * limit:.1f} ms): requests/s</th>"
-        "<th>P99 at the highest met [95 % interval]</th><th>beside the first</th>"
+        "<th>P99 [95 % interval] at each</th><th>beside the first</th>"
         for name, limit in reports[0]["limits_s"].items()
     )
     rows = []
@@ -169,8 +192,12 @@ def _table(reports: Reports) -> str:
         for name in report["limits_s"]:
             beside = "" if report is reports[0] else ratio(report, reports[0], name)
             row += "".join(
-                f"<td class=answer>{text.replace(', ', ',<br>')}</td>"
-                for text in (answer(report, name), samples(report, name), beside)
+                f"<td class=answer>{text}</td>"
+                for text in (
+                    answer(report, name).replace(", ", ",<br>"),
+                    samples(report, name),
+                    beside,
+                )
             )
         rows.append(f"<tr>{row}</tr>")
     return (
@@ -224,8 +251,11 @@ def page(reports: Reports) -> str:
 def markdown(reports: Reports) -> str:
     """The table for a Markdown page: the rates that met and missed each objective."""
     limits = reports[0]["limits_s"]
-    heads = [f"{n} ({1000 * v:.1f} ms): requests/s | P99 there | beside {reports[0]['label']}"
-             for n, v in limits.items()]  # fmt: skip
+    heads = [
+        f"{name} ({1000 * limit:.1f} ms): requests/s | P99 [95 % interval] at each | "
+        f"beside {reports[0]['label']}"
+        for name, limit in limits.items()
+    ]
     lines = ["| | decode step alone | " + " | ".join(heads) + " |"]
     lines.append("| --- | ---: |" + " --- | --- | --- |" * len(limits))
     for report in reports:

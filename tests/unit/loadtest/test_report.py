@@ -22,7 +22,7 @@ def capacity_report(label: str, speed: float, **changes: Any) -> dict[str, Any]:
     return {
         "label": label, "scenario": "s", "about": "<what>", "sglang": "0", "trials": trials,
         "unloaded": {"step_s": 0.01, "first_token_s": 0.1}, "limits_s": LIMITS,
-        "limits_from": "dense.json", "settings": {"seconds": 60},
+        "limits_from": "dense.json", "settings": {"seconds": 60, "least_rate": 1, "most_rate": 64},
         "capacity": {
             name: {"met": objectives.highest_met(trials, name),
                    "missed": objectives.lowest_missed(trials, name)}
@@ -47,8 +47,9 @@ def test_the_page_holds_a_table_plots_and_every_trial(tmp_path: Path) -> None:
     table = (tmp_path / "capacity.md").read_text()
     assert table.splitlines()[0].count("|") == table.splitlines()[2].count("|")
     dense, sparcas = table.splitlines()[2:]
-    assert "| 7 met, 10 missed, 8 undecided | 33.3 ms [33.0, 33.7], 9,000 gaps |" in dense
-    assert "| 14 met, 20 missed, 16 undecided | 33.3 ms [33.0, 33.7], 9,000 gaps |" in sparcas
+    assert "| 7 met, 10 missed, 8 undecided | 7: 33.3 ms [33.0, 33.7], 9,000 gaps<br>10: " in dense
+    assert "| 14 met, 20 missed, 16 undecided | 14: 33.3 ms [33.0, 33.7], 9,000 gaps<br>" in sparcas
+    assert "10: 10000.0 ms [9900.0, 10100.0], 9,000 gaps, queue 5.0 s<br>8: " in dense
     # 14 of at most 10, 20 of at least 7.
     assert "| 1.40 to 2.86 x |" in sparcas
     with pytest.raises(ValueError, match="no report"):
@@ -76,6 +77,24 @@ def test_reports_of_several_folders_make_one_page(
     assert ended.value.code == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert "page_minmax and dense cannot be compared: limits_s" in told
+
+
+@pytest.mark.parametrize("name", ["seconds", "least_rate", "most_rate"])
+def test_servers_with_other_rates_or_trials_are_not_compared(tmp_path: Path, name: str) -> None:
+    settings = {"seconds": 60, "least_rate": 1, "most_rate": 64}
+    for label, changes in (("dense", {}), ("sparcas", {name: 99})):
+        found = capacity_report(label, 10.0, settings=settings | changes)
+        (tmp_path / f"{label}.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=f"dense and sparcas cannot be compared: {name} is .* 99;"):
+        report.write_report(tmp_path)
+
+
+def test_an_answer_without_a_rate_that_was_met_has_its_samples_too() -> None:
+    missed = capacity_report("dense", 10.0)
+    missed["capacity"]["strict"] = {"met": None, "missed": 10.0}
+    missed["trials"] = [trial for trial in missed["trials"] if trial["rate"] >= 8]
+    assert report.answer(missed, "strict") == "10 missed, 8 undecided"
+    assert report.samples(missed, "strict").count("gaps") == 2
 
 
 @pytest.mark.parametrize(
