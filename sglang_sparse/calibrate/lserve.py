@@ -338,3 +338,13 @@ def _check_numbers(
             allowed=f"1 to {heads}, a divisor of {heads}",
             remedy="correct it",
         )
+    of_group = heads // settings.tp
+    if settings.equal_per_layer and not (settings.sparsity * of_group).is_integer():
+        raise ConfigError(
+            flag="--sparsity",
+            value=f"{settings.sparsity:g}",
+            problem=f"with --equal-per-layer and --tp {settings.tp} as many of {of_group} KV heads "
+            "stream in each layer of each rank, which is no whole number",
+            allowed=f"multiples of {1 / of_group:g} below 1" if of_group > 1 else "no share",
+            remedy="choose one of these, fewer ranks, or drop --equal-per-layer",
+        )

@@ -296,6 +296,8 @@ def test_gates_of_another_model_are_refused(tmp_path: Path, content: str, proble
         ({"local": 100}, "--local 100"),
         ({"local": 4096}, "--local 4096"),
         ({"tp": 3}, "--tp 3"),
+        ({"equal_per_layer": True, "tp": 4}, "--sparsity 0.5"),
+        ({"equal_per_layer": True, "sparsity": 0.4}, "--sparsity 0.4"),
         ({"steps": 0}, "--steps 0"),
         ({"l1": -1.0}, "--l1 -1.0"),
         ({"count": 0}, "--count 0"),
