@@ -7,7 +7,9 @@
 At the end the server is left idle, so that SGLang's own memory check runs (a leak ends the
 server), every plane of the pages that the prefix cache holds is compared with recomputation
 (`SGLANG_SPARSE_VERIFY=1`), and the resident memory of its processes is compared between the
-second and the last quarter. Exits with status 1 if any of it is wrong.
+second and the last quarter. A server that holds a bounded number of tokens a request (`cascade`)
+has no planes: there every state slot has to be free again, snapshots have to have been used, and
+a flush has to forget them. Exits with status 1 if any of it is wrong.
 """
 
 from __future__ import annotations
@@ -29,9 +31,18 @@ from typing import Any
 import psutil
 from client import call, server_url, stream
 from compare_latency import output_of
-from local import METHODS, Local, local_servers
+from local import CONFIGURATIONS, Local, local_servers
+from local import METHODS as SELECTING
 from scenarios import Conversations, Scenario
 
+BOUNDED = "cascade"
+METHODS = (*SELECTING, BOUNDED)
+SERVERS = CONFIGURATIONS | {
+    BOUNDED: [
+        *("--attention-backend", "sparse", "--sparse-method", BOUNDED),
+        *("--sparse-config", '{"retention": {"snapshots": 4}}', "--chunked-prefill-size", "1024"),
+    ]
+}
 WORKERS = 4
 VERIFY = {"SGLANG_SPARSE_VERIFY": "1"}
 # Growth of resident memory that counts as a leak; allocators and caches wobble below it.
@@ -42,21 +53,29 @@ Options = tuple[dict[str, Any] | None, ...]
 
 def options_of(state: dict[str, Any]) -> Options:
     """Values of `custom_params.sparse` for requests, within the range that the server allows."""
+    if "request_budget" not in state:
+        return (None,)
     allowed = state["request_budget"]
     low, high = allowed["least"], allowed["most"]
     middle = (low + high) // 2 if isinstance(high, int) else (low + high) / 2
     return None, None, {"mode": "dense"}, {"budget": low}, {"budget": middle}
 
 
+def refused_of(state: dict[str, Any]) -> Options:
+    """Values of `custom_params.sparse` that the server has to refuse."""
+    bad: Options = ({"budget": -1},)
+    return bad if "request_budget" in state else (*bad, {"mode": "dense"}, {"budget": 64})
+
+
 def sparse_state(url: str) -> dict[str, Any]:
-    """The `sparse` block of `/server_info`, with the planes compared.
+    """The `sparse` block of `/server_info`: with the planes compared, or with state slots.
 
     Raises:
-        ValueError: the server is dense, or does not compare them.
+        ValueError: the server is dense, or has neither.
     """
     info = call(url, "/server_info", timeout=300)
     state: dict[str, Any] = (info.get("internal_states") or [{}])[0].get("sparse") or {}
-    if "plane_check" not in state:
+    if not state.keys() & {"plane_check", "free_slots"}:
         raise ValueError(f"{url} is no sparse server with SGLANG_SPARSE_VERIFY=1 and a radix cache")
     return state
 
@@ -74,10 +93,10 @@ class Worker:
     """Sends one kind of request after another until the time is up."""
 
     def __init__(
-        self, url: str, seed: int, outcome: Outcome, longest: int, options: Options
+        self, url: str, seed: int, outcome: Outcome, longest: int, state: dict[str, Any]
     ) -> None:
         self._url, self._outcome, self._source = url, outcome, random.Random(seed)
-        self._options = options
+        self._options, self._bad = options_of(state), refused_of(state)
         mixed = Scenario(
             "soak", "", documents=4, document=(300, longest), output=(4, 32), think=(0, 2)
         )
@@ -148,10 +167,11 @@ class Worker:
             return
 
     def _refused(self) -> None:
-        body = self._body() | {"custom_params": {"sparse": {"budget": -1}}}
+        bad = self._source.choice(self._bad)
+        body = self._body() | {"custom_params": {"sparse": bad}}
         record = stream(self._url, "chat", body, name="soak", timeout=120)
         if record.error is None or not record.error.startswith("status 400"):
-            raise RuntimeError(f"a bad budget was answered with {record.error}")
+            raise RuntimeError(f"{bad} was answered with {record.error}")
 
     def _flushed(self) -> None:
         try:
@@ -180,6 +200,31 @@ def growth_mib(samples: list[float]) -> float:
     return statistics.median(samples[-quarter:]) - statistics.median(second)
 
 
+def planes_kept(state: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether pages are cached and all their planes right, and what the report says of them."""
+    planes = state["plane_check"]
+    names = ("axes", "decode_steps", "plane_reuse")
+    return planes["pages"] > 0 and planes["wrong"] == 0, {
+        "planes": planes,
+        **{name: state[name] for name in names},
+    }
+
+
+def slots_kept(url: str, state: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether every state slot is free, snapshots were used, and a flush forgets them."""
+    call(url, "/flush_cache", {})
+    snapshots = state["snapshots"]
+    left = sparse_state(url)["snapshots"]["kept"]
+    kept = (
+        state["free_slots"] == state["slots"]
+        and snapshots["kept"] <= min(snapshots["slots"], snapshots["taken"])
+        and snapshots["restored"] > 0
+        and left == 0
+    )
+    slots = {"all": state["slots"], "free": state["free_slots"]}
+    return kept, {"slots": slots, "snapshots": {**snapshots, "kept_by_a_flush": left}}
+
+
 def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[str, Any]:
     """Load the server, then check it.
 
@@ -193,11 +238,11 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
         The report; `ok` says whether every check passed.
 
     Raises:
-        ValueError: the server cannot say whether its planes are right.
+        ValueError: the server cannot say whether its planes are right, nor which slots are free.
     """
-    outcome, options = Outcome(), options_of(sparse_state(server.url))
+    outcome, state = Outcome(), sparse_state(server.url)
     logged = server.log.stat().st_size
-    workers = [Worker(server.url, seed + n, outcome, longest, options) for n in range(WORKERS)]
+    workers = [Worker(server.url, seed + n, outcome, longest, state) for n in range(WORKERS)]
     deadline = time.monotonic() + seconds
     threads = [threading.Thread(target=worker.run, args=(deadline,)) for worker in workers]
     for thread in threads:
@@ -213,28 +258,20 @@ def soak(server: Local, seconds: float, seed: int, longest: int = 2200) -> dict[
         workers[0].answered()
     time.sleep(3)
     state = sparse_state(server.url)
-    planes = state["plane_check"]
+    kept, found = planes_kept(state) if "plane_check" in state else slots_kept(server.url, state)
     text = server.log.read_bytes()[logged:].decode(errors="replace")
     bad = [line for line in text.splitlines() if any(word in line for word in _BAD_LOG)]
     alive = psutil.pid_exists(server.pid) and bool(call(server.url, "/v1/models"))
     growth = growth_mib(outcome.rss_mib)
     return {
-        "ok": alive
-        and not outcome.faults
-        and not bad
-        and planes["pages"] > 0
-        and planes["wrong"] == 0
-        and growth <= MOST_GROWTH_MIB,
+        "ok": alive and not outcome.faults and not bad and kept and growth <= MOST_GROWTH_MIB,
         "method": state["method"],
-        "axes": state["axes"],
         "seconds": seconds,
         "requests": dict(outcome.done),
         "faults": outcome.faults[:20],
         "bad_log_lines": bad[:20],
         "alive": alive,
-        "planes": planes,
-        "decode_steps": state["decode_steps"],
-        "plane_reuse": state["plane_reuse"],
+        **found,
         "rss_growth_mib": growth,
         "rss_mib": [round(value, 1) for value in outcome.rss_mib],
     }
@@ -264,7 +301,9 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
     else:
-        with local_servers({args.method: VERIFY}, args.out.parent) as servers:
+        with local_servers(
+            {args.method: VERIFY}, args.out.parent, configurations=SERVERS
+        ) as servers:
             report = soak(servers[args.method], 60 * args.minutes, args.seed)
     report["commit"] = output_of("git", "rev-parse", "--short", "HEAD")
     args.out.write_text(json.dumps(report, indent=1) + "\n")

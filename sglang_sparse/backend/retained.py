@@ -294,6 +294,7 @@ class RetainedAttentionBackend(AttentionBackend):
             "implementation": self._impl,
             "graphs": {"decode": "captured" if self._captures_graphs else "off"},
             "slots": pool.slots,
+            "free_slots": self.req_to_token_pool.available_size(),
             "tokens_held": self._shape.rows,
             "longest_row": compat.longest_row(self.max_context_len, pool.size, pool.page_size),
             "kv_bytes": pool.state.nbytes,

@@ -97,6 +97,18 @@ def test_decoding_closes_strides_as_prompts_do(server: Server, suite: TaskSuite)
     assert again == said[stride + 9 :]
 
 
+def wait_until_slots_are_free(live: LiveServer) -> None:
+    """Return once every slot of the server is free; the last request is put away a step later."""
+    for _ in range(50):
+        state = live.sparse_state()
+        if state["free_slots"] == state["slots"] == SLOTS:
+            break
+        time.sleep(0.2)
+    assert state["free_slots"] == state["slots"] == SLOTS
+    assert live.is_alive()
+    assert "leak detected" not in live.log.read_text()
+
+
 def test_memory_is_that_of_slots_whatever_requests_take(
     server: Server, long_prompts: list[list[int]]
 ) -> None:
@@ -108,6 +120,8 @@ def test_memory_is_that_of_slots_whatever_requests_take(
     token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * 4
     longest = max(map(len, long_prompts))
     assert longest * token > state["slot_bytes"] * 8
+    each = f"{state['slot_bytes'] / 2**20:.1f} MiB each"
+    assert f"{SLOTS} slots of requests and 0 of prefixes, {each}, " in live.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -144,6 +158,7 @@ def test_every_slot_returns_after_aborts(
             answer.result()
     batch = [long_prompts[0]] * (SLOTS + 1)
     assert token_ids(live.generate(batch, TOKENS, ignore_eos=True)) == [expected[0]] * (SLOTS + 1)
+    wait_until_slots_are_free(live)
 
 
 def test_more_slots_than_memory_holds_are_refused(tmp_path: Path) -> None:
@@ -279,6 +294,7 @@ def test_slots_and_snapshots_return_after_retractions_and_aborts(
     state = live.sparse_state()["snapshots"]
     assert state["kept"] == state["slots"] == 2
     assert state["restored"] >= 1
+    wait_until_slots_are_free(live)
     live.flush()
     assert live.sparse_state()["snapshots"]["kept"] == 0
     assert greedy(live, prompts[:1]) == [cold[0][:TOKENS]]

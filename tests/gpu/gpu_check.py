@@ -14,7 +14,8 @@
 - `windows`: the same of servers whose streaming heads hold sinks and windows only
   (:mod:`window_checks`).
 - `soak`: mixed load with aborts, disconnects, cancellations and flushes, then SGLang's memory check
-  and every plane compared with recomputation (`loadtest/soak.py`).
+  and every plane compared with recomputation; `--soak-method cascade`: every state slot is free
+  again (`loadtest/soak.py`).
 
 The report is written anew after each part. The exit status is 1 unless every part asked for passed.
 Without a GPU everything runs on the CPU, kernels in Triton's interpreter, and the report says so.
@@ -45,7 +46,7 @@ import window_checks
 from compare_latency import output_of
 from documents import cut_documents
 from kernel_checks import Part, kernels, part
-from local import CONFIGURATIONS, ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
+from local import ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
 from served_checks import Outcome
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
@@ -156,7 +157,7 @@ def beside_dense(
 def soaked(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """Soak one server."""
     method = args.soak_method
-    configurations = {method: [*CONFIGURATIONS[method], *args.server_flags.split()]}
+    configurations = {method: [*soak.SERVERS[method], *args.server_flags.split()]}
     settings = {method: {**environment, **soak.VERIFY}}
     with local_servers(
         settings, args.logs, fork=args.fork, configurations=configurations
@@ -164,8 +165,8 @@ def soaked(args: argparse.Namespace, environment: dict[str, str]) -> Part:
         found = soak.soak(servers[method], 60 * args.minutes, seed=1)
     failures = [*found["faults"], *found["bad_log_lines"]]
     if not found["ok"] and not failures:
-        names = ("alive", "planes", "rss_growth_mib")
-        failures.append(f"soak: { ({name: found[name] for name in names}) }")
+        names = {"alive", "planes", "slots", "snapshots", "rss_growth_mib"} & found.keys()
+        failures.append(f"soak: { ({name: found[name] for name in sorted(names)}) }")
     facts = {k: v for k, v in found.items() if k not in ("ok", "faults", "rss_mib")}
     return part(sum(found["requests"].values()), failures, **facts)
 
@@ -307,7 +308,7 @@ def parse() -> argparse.Namespace:
     add("--methods", type=names_of(METHODS), default=list(METHODS), help="of the served checks")
     add("--documents", type=int, default=4, help="of five prompts each, for the served checks")
     add("--server-flags", default="", help="more flags of every server, as text")
-    add("--soak-method", choices=METHODS, default="sparcas")
+    add("--soak-method", choices=soak.METHODS, default="sparcas")
     add("--minutes", type=float, default=10.0, help="of the soak")
     args = parser.parse_args()
     if args.devices and len(args.devices) != len(args.parts):

@@ -142,6 +142,7 @@ def soak_outcome(**changes: Any) -> dict[str, Any]:
         ({"ok": False, "planes": {"pages": 4, "wrong": 2}}, ["'wrong': 2"]),
         ({"ok": False, "faults": ["answered: died"]}, ["answered: died"]),
         ({"ok": False, "rss_growth_mib": 99.0}, ["99.0"]),
+        ({"ok": False, "slots": {"all": 8, "free": 7}}, ["'free': 7"]),
     ],
 )
 def test_a_soak_that_went_wrong_is_listed(

@@ -86,6 +86,41 @@ def test_what_a_soak_asks_for_is_in_the_servers_unit() -> None:
     assert asked(1e-6, 0.5) == [None, None, None, 1e-6, pytest.approx(0.25, abs=1e-5)]
 
 
+BOUNDED: dict[str, Any] = {
+    "slots": 8, "free_slots": 8,
+    "snapshots": {"slots": 4, "kept": 4, "taken": 9, "restored": 3},
+}  # fmt: skip
+
+
+def test_a_server_of_bounded_states_is_asked_for_nothing_that_it_refuses() -> None:
+    assert soak.options_of(BOUNDED) == (None,)
+    assert {"mode": "dense"} in soak.refused_of(BOUNDED)
+    sparse = {"request_budget": {"unit": "u", "least": 49, "most": 256}}
+    assert soak.refused_of(sparse) == ({"budget": -1},)
+
+
+@pytest.mark.parametrize(
+    ("changes", "left", "kept"),
+    [
+        ({}, 0, True),
+        ({"free_slots": 7}, 0, False),
+        ({"snapshots": {"slots": 4, "kept": 4, "taken": 3, "restored": 3}}, 0, False),
+        ({"snapshots": {"slots": 4, "kept": 4, "taken": 9, "restored": 0}}, 0, False),
+        ({}, 1, False),
+    ],
+)
+def test_slots_that_do_not_return_after_a_soak_are_told(
+    changes: dict[str, Any], left: int, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = []
+    monkeypatch.setattr(soak, "call", lambda url, path, body: flushed.append(path))
+    monkeypatch.setattr(soak, "sparse_state", lambda url: {"snapshots": {"kept": left}})
+    found, facts = soak.slots_kept("url", BOUNDED | changes)
+    assert found is kept
+    assert flushed == ["/flush_cache"]
+    assert facts["snapshots"]["kept_by_a_flush"] == left
+
+
 def test_growth_is_told_from_warming_up_and_wobble() -> None:
     warming = [100.0 * min(i, 5) for i in range(40)]
     assert soak.growth_mib(warming) == 0
