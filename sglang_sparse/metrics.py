@@ -148,7 +148,7 @@ class Exporter:
         return tokens // self._kv_heads
 
     def _fewer(self, sums: dict[str, int], mass: dict[int, dict[str, int]]) -> int:
-        """Tokens that lists which stopped early attended to, less the planned tokens (below 0)."""
+        """Attended minus planned tokens of lists that stopped early; negative."""
         reached = sum(layer["blocks"] for layer in mass.values())
         lists = len(mass) * self._kv_heads - sum(self._streaming.values())
         return (reached - sums["selected_units"] * lists) // self._kv_heads * self._unit

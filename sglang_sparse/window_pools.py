@@ -102,7 +102,7 @@ def tokens_of_one_request(window: tuple[int, int], page_size: int) -> int:
 
 
 def _check_share(config: SparseConfig, tokens: int, page_size: int) -> None:
-    """Refuse a window pool of ``tokens`` in which one request may not end."""
+    """Refuse a window pool of ``tokens`` that is too small to finish one request."""
     need = tokens_of_one_request(config.heads.window, page_size)
     if tokens < need:
         raise refuse(

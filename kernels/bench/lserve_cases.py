@@ -52,7 +52,7 @@ def streaming_heads() -> Streaming:
 
 
 def halves(layers: int) -> Streaming:
-    """Those of so many layers in which half of the heads stream, in turn."""
+    """Streaming heads of ``layers`` layers, each with half of its heads streaming."""
     found = [heads for heads in streaming_heads() if 2 * len(heads) == MODEL.heads]
     return [found[i % len(found)] for i in range(layers)]
 

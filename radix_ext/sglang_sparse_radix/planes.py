@@ -168,7 +168,7 @@ class PageDigest(CuboidPlane):
             name: Expected(
                 values,
                 defined,
-                # Below the smallest normal number the next one is as far away as there.
+                # Subnormal numbers are spaced like the smallest normal one.
                 info.eps * values.abs().clamp(min=info.tiny) + 66 * 2.0**-24 * size,
             )
             for name, values in zip(self.names, (centre - spread, centre + spread), strict=True)

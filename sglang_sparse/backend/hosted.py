@@ -122,7 +122,7 @@ class HostedAttentionBackend(SparseAttentionBackend):
         pages = pages_to_copy(
             self._config, pool, request_slots=slots, max_context=columns, prompts=prompts
         )
-        # SGLang captures sizes of several requests, too, of which a buffer may hold but one.
+        # SGLang also captures batches of several requests; the buffer may hold only one.
         longest = min(runner.model_config.context_len, pages * pool.page_size)
         compat.limit_prefill_graphs(runner.server_args, longest)
         self._prompts = HostPrompts(pool, request_slots=slots, max_context=columns, pages=pages)

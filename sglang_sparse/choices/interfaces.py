@@ -92,7 +92,7 @@ class HeadsChoice(Choice, ABC):
 
     @property
     def window(self) -> tuple[int, int]:
-        """First and last tokens that a streaming head sees; nothing to one that selects."""
+        """First and last tokens that a streaming head sees. Heads that select ignore them."""
         return (0, 0)
 
     @property

@@ -29,7 +29,7 @@ ONE_TILE = tl.constexpr(64)
 
 def _tile(split_tokens: int) -> tuple[int, int, int]:
     """Tokens a tile, stages and warps for splits of ``split_tokens``, measured on one H200."""
-    # Of three stages, one each is for the units that tokens are of, their pages, and K and V.
+    # Three stages of loads run ahead: units of tokens, then their pages, then K and V.
     return (ONE_TILE.value, 4, 2) if split_tokens <= ONE_TILE.value else (128, 3, 4)
 
 

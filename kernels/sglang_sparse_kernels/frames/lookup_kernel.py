@@ -112,7 +112,7 @@ def settle_kernel(pool, found, total, entries, BT: tl.constexpr):
     b_page = tl.load(found.pages + o_e, mask=o_e < total, other=-1)
     m_e = b_page >= 0
     b_block = tl.load(found.blocks + o_e, mask=m_e, other=0)
-    # A bid, or already the frame that the block's first entry put it in: they lead to the same one.
+    # The entry is a bid, or the frame that is already assigned; both give the same frame.
     b_bid = tl.load(pool.frame_of + b_block, mask=m_e, other=0)
     m_bid = (b_bid < 0) & (b_bid != NOWHERE)
     b_rank = tl.load(found.ranks - 1 - b_bid, mask=m_bid, other=0)

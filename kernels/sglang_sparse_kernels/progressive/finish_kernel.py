@@ -119,7 +119,7 @@ def _find_stop(
         else:
             b_residual = _exp2_from(b_min, b_top[:, None]) * left.to(tl.float32)[None, :]
         b_part = b_residual / (b_sum + b_residual)
-        # Of infinite numbers nothing is known.
+        # NaN comes from infinite masses: the rest counts as unread.
         b_part = tl.where(b_part == b_part, b_part, 1.0)
         b_part = tl.where(m_g & (left > 0)[None, :], b_part, 0.0)
         # [BC]
@@ -200,7 +200,7 @@ def check_stop(
             reached_ppm = ((1.0 - missing) * 1000000.0 + 0.5).to(tl.int64)
             short = (missing > allowed) & (got < units)
             if candidates > 0:
-                # In any order and seen by no launch: without waiting for what was written.
+                # No launch reads these counters, so relaxed atomics suffice.
                 tl.atomic_add(counters + 0, tl.full((), 1, tl.int64), sem="relaxed")
                 tl.atomic_add(counters + 1, got.to(tl.int64), sem="relaxed")
                 tl.atomic_add(counters + 2, units.to(tl.int64), sem="relaxed")

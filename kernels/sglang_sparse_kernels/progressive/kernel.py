@@ -49,7 +49,7 @@ from .work_kernel import (
 # Both launches that attend take as many warps and the same tile: sums over it must round alike.
 WARPS = 4
 TILE = 128
-# One each for the units that tokens are of, for their pages, and for K and V: all run ahead.
+# Three stages of loads run ahead: units of tokens, then their pages, then K and V.
 STAGES = 3
 # Tiles that a program could attend to while it turns to another row and KV head.
 ROW_COST = 1

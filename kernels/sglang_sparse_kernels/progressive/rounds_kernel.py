@@ -127,7 +127,7 @@ def finish_round_kernel(
                 rows, windows, i_rh, candidates, L
             )
             _tiles, _chunk_tiles, first_chunks, _batches, _all = chunk_plan(prologue, total, L)
-            # One more, lest sums that are rounded elsewhere should fall a little short there.
+            # One chunk more: sums that are rounded elsewhere may stop one later.
             latest = tl.minimum(stop + 1, most)
             if BOUND:
                 latest = tl.minimum(latest, 2 * extended - first_chunks)

@@ -56,6 +56,6 @@ def best(scores: np.ndarray, count: int) -> np.ndarray:
         room = count - np.count_nonzero(above, axis=1)[:, None]
         equal = taken & ~above
         found = np.flatnonzero(above | (equal & (equal.cumsum(1) <= room)))
-    # As many in every row, so the flat places are cut at the rows' ends.
+    # Every row has the same count, so the flat indices reshape to rows.
     ends: np.ndarray = found.reshape(heads, count) - np.arange(heads)[:, None] * width
     return ends

@@ -181,7 +181,7 @@ def candidates_kernel(
             else:
                 below, end = free
                 below = tl.cdiv(below, S.BLOCK)
-                # With nothing recent to force, the last block is free whole.
+                # Without forced recent units the whole last block competes.
                 free_blocks = (below, tl.where(end < n, end // S.BLOCK, count))
                 if count <= P.BLOCKS // 4:
                     threshold, tied = _threshold(
