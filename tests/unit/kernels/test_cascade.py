@@ -156,12 +156,26 @@ def test_up_to_the_window_and_a_stride_the_output_is_dense_attentions(impl: str)
 
 @pytest.mark.parametrize("shape", [*SHAPES, CascadeShape(256, 1, 2, 128)])
 def test_kernels_evict_as_the_definition_does(shape: CascadeShape) -> None:
-    torch.manual_seed(shape.window)
+    assert_kernels_evict_alike(shape, distinct=3, seed=shape.window)
+
+
+# Every shape compiles kernels of its own on a GPU.
+@settings(max_examples=12, deadline=None)
+@given(shapes(), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_kernels_evict_alike_whatever_the_shape(
+    shape: CascadeShape, distinct: int, seed: int
+) -> None:
+    assert_kernels_evict_alike(shape, distinct=distinct, seed=seed)
+
+
+def assert_kernels_evict_alike(shape: CascadeShape, *, distinct: int, seed: int) -> None:
+    """Compare keys, values and scores; few distinct scores make many ties."""
+    torch.manual_seed(seed)
     layers, heads, dim = 2, 3, 64
     state = empty_state(shape, layers=layers, slots=4, heads=heads, dim=dim, dtype=torch.bfloat16)
     state.k.copy_(torch.randn_like(state.k, dtype=torch.float32))
     state.v.copy_(torch.randn_like(state.v, dtype=torch.float32))
-    state.scores.copy_(torch.randint(3, state.scores.shape, device=DEVICE))
+    state.scores.copy_(torch.randint(distinct, state.scores.shape, device=DEVICE))
     other = empty_state(shape, layers=layers, slots=4, heads=heads, dim=dim, dtype=torch.bfloat16)
     for mine, theirs in zip(vars(state).values(), vars(other).values(), strict=True):
         if isinstance(mine, torch.Tensor):
@@ -298,14 +312,17 @@ def test_kernels_hold_what_the_definition_holds_over_many_strides() -> None:
         assert len(set(mine) & set(theirs)) >= 0.97 * len(mine)
 
 
-def test_schedules_of_the_same_request_hold_the_same_tokens() -> None:
+@pytest.mark.parametrize("seed", [12, 13, 14])
+def test_schedules_of_the_same_request_hold_the_same_tokens(seed: int) -> None:
     # A GPU takes sizes at which scores are nearly equal somewhere.
     small = DEVICE.type == "cpu"
     shape = CascadeShape(64, 4, 4, 32) if small else CascadeShape(4096, 64, 4, 1024)
-    request = Request(shape.rows + 3 * shape.stride + 7, 2, 2, 64, torch.bfloat16, seed=12)
+    request = Request(shape.rows + 3 * shape.stride + 7, 2, 2, 64, torch.bfloat16, seed=seed)
     close = shape.rows + shape.stride
-    steps = [*range(close - 3, close + 4)]
-    schedules = [[request.tokens], [50, *steps, close + shape.stride // 2, request.tokens]]
+    # A stride is wholly decoded, and both of its ends are.
+    steps = [*range(close - 3, close + shape.stride + 4)]
+    middle = close + shape.stride + shape.stride // 2
+    schedules = [[request.tokens], [50, *steps, middle, request.tokens]]
     held = []
     for cuts in schedules:
         state = empty_state(shape, slots=1, heads=2, dim=64, dtype=torch.bfloat16)
