@@ -176,8 +176,8 @@ class DecodeStudy:
         last = torch.cat([one[-1] for one in states])
         for i in range(reply):
             tokens = self.model.logits(last).argmax(-1).tolist()
-            for one, token in zip(said, tokens, strict=True):
-                one.append(token)
+            for ids, token in zip(said, tokens, strict=True):
+                ids.append(token)
             if i + 1 < reply:
                 last = fed(tokens)
         return [torch.cat(one[: self.decoded]) for one in states], said
