@@ -81,6 +81,26 @@ def test_requests_side_by_side_are_decoded_as_alone(model: ReferenceModel) -> No
         decoded([IDS[:35]], 1)
 
 
+def test_open_strides_are_inserted_before_decoding(model: ReferenceModel) -> None:
+    shape = CascadeShape(32, 4, 2, 16)
+    prompt = IDS[: shape.full + 2 * shape.stride + 13]
+    decoder = TokenwiseDecoder(model, shape, AVERAGE)
+    decoder.feed(prompt)
+    keys, scores = decoder.state.k.clone()[:, 0], decoder.state.scores.clone()[:, 0]
+    decoder.settle(1)
+    for layer in range(SMALL.layers):
+        for head in range(SMALL.kv_heads):
+            rows = zip(keys[layer, head], scores[layer, head].tolist(), strict=True)
+            held = [Token(i, key, key, score) for i, (key, score) in enumerate(rows)]
+            cache = SequentialCascade(shape, len(prompt) - 13, held[: shape.sinks])
+            window = held[shape.sinks : shape.full]
+            cache.levels = [window[shape.level :], window[: shape.level]]
+            for token in held[shape.full : shape.full + 13]:
+                cache.insert(token)
+            got = decoder.state.k[layer, 0, head, : shape.full]
+            assert torch.equal(got, torch.stack([token.key for token in cache.tokens()]))
+
+
 def test_the_first_token_after_a_closed_stride_is_the_same_either_way(
     model: ReferenceModel,
 ) -> None:
