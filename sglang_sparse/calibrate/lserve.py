@@ -339,7 +339,8 @@ def _check_numbers(
             remedy="correct it",
         )
     of_group = heads // settings.tp
-    if settings.equal_per_layer and not (settings.sparsity * of_group).is_integer():
+    stream = settings.sparsity * of_group
+    if settings.equal_per_layer and abs(stream - round(stream)) > 1e-6:
         raise ConfigError(
             flag="--sparsity",
             value=f"{settings.sparsity:g}",
