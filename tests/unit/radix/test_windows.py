@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,7 +22,7 @@ from sglang_sparse.compat.v0517 import windows
 from sglang_sparse.config import ConfigError, resolve_with_source
 from sglang_sparse.config.model import Geometry
 from sglang_sparse.launch import SparseLaunch, attach
-from sglang_sparse.window_pools import create_configurator
+from sglang_sparse.window_pools import create_configurator, tokens_of_one_request
 from sglang_sparse_radix.branches import SparseFrom
 
 
@@ -143,6 +144,7 @@ def test_the_oracle_finds_a_rule_that_is_broken(model_config, monkeypatch, mutat
         run_schedules(machine, examples=400, shrink=False)
 
 
+Sizes = Callable[[dict[str, object] | None], Any]
 WINDOWS = {
     "layers": {"kind": "every"},
     "heads": {"kind": "streaming", "sink": 128, "local": 1024, "streaming": [[0, 2, 5, 7]] * 32},
@@ -150,21 +152,30 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("share", [0.03125, 0.25])
-def test_half_of_the_heads_holding_windows_hold_nearly_twice_the_tokens(tmp_path, share):
+@pytest.fixture
+def sizes_of(tmp_path: Path) -> Sizes:
+    """SGLang's sizes of the pools of an 8B model, by ``retention``; None for a dense server."""
     model = tiny_model_config(tmp_path, **SHAPE)
     geometry = Geometry.from_hf_config(model.hf_config.to_dict(), name="8b")
 
-    def sizes(retention: dict[str, object]):
-        change = json.dumps(WINDOWS | {"retention": retention})
+    def sizes(retention: dict[str, object] | None) -> Any:
         with configurator_of(model, PAGE) as kvc:
-            resolved = resolve_with_source("page_minmax", change, geometry)
-            attach(kvc.server_args, SparseLaunch(resolved))
+            if retention is not None:
+                change = json.dumps(WINDOWS | {"retention": retention})
+                resolved = resolve_with_source("page_minmax", change, geometry)
+                attach(kvc.server_args, SparseLaunch(resolved))
             sizing = create_configurator(sizing_of, kvc)
             return sizing.calculate_pool_sizes(FREE_BYTES, PAGE)
 
-    whole = sizes({"kind": "all"})
-    held = sizes({"kind": "streaming_window", "share": share})
+    return sizes
+
+
+@pytest.mark.parametrize("share", [0.03125, 0.25])
+def test_half_of_the_heads_holding_windows_hold_nearly_twice_the_tokens(
+    sizes_of: Sizes, share: float
+) -> None:
+    whole = sizes_of({"kind": "all"})
+    held = sizes_of({"kind": "streaming_window", "share": share})
     # K, V and bounds of pages take 4.25 bytes a channel of a head that selects, 4 of one that
     # streams.
     times = 8 * 4.25 / (4 * 4.25 + 4 * 4 * share)
@@ -176,4 +187,16 @@ def test_half_of_the_heads_holding_windows_hold_nearly_twice_the_tokens(tmp_path
         share * held.max_total_num_tokens, abs=PAGE
     )
     with pytest.raises(ConfigError, match="a share that holds 3329 tokens"):
-        sizes({"kind": "streaming_window", "share": 1e-3})
+        sizes_of({"kind": "streaming_window", "share": 1e-3})
+
+
+def test_a_dense_server_holds_little_more_than_half_as_much(sizes_of: Sizes) -> None:
+    dense = sizes_of(None).max_total_num_tokens
+    # A dense server holds 4 bytes a channel of each of the 8 heads, and no bounds.
+    assert dense == pytest.approx(FREE_BYTES / (32 * 8 * 128 * 4), abs=PAGE)
+    held = sizes_of({"kind": "streaming_window"})
+    assert held.max_total_num_tokens >= 1.8 * dense
+    # Requests of 120K fit as often, each with the windows that one request may hold.
+    requests = held.max_total_num_tokens // 120_000
+    assert requests >= 1.8 * (dense // 120_000)
+    assert held.swa_max_total_num_tokens >= requests * tokens_of_one_request((128, 1024), PAGE)
