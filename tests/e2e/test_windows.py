@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 Server = Callable[[str], LiveServer]
 TOKENS = 8
 KEPT, GIVEN_BACK = "windows-kept", "windows-given-back"
+RETRACTION = "KV cache pool is full. Retract"
 
 
 def schedule(prompts: list[list[int]]) -> list[list[list[int]]]:
@@ -77,6 +78,31 @@ def test_a_long_request_ends_where_only_one_has_room(
     for end in (5000, 4600, 4650, 4990):
         [answer] = live.generate([long[:end]], 160, ignore_eos=True)
         assert answer["meta_info"]["completion_tokens"] == 160
+
+
+def test_requests_that_are_retracted_answer_as_those_that_hold_everything(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    # Two begin. As they decode, their windows outgrow the pool of the server that holds no more.
+    batch = [prompts[i][:length] for i, length in ((2, 330), (7, 450), (12, 390))]
+    # A retracted request computes what it decoded anew, as a prompt. With a budget of the whole
+    # context that gives the same KV, so answers do not depend on who was retracted.
+    everything = {"custom_params": {"sparse": {"budget": 32768}}}
+    answers, retracted = {}, {}
+    for name in (KEPT, GIVEN_BACK):
+        live = server(name)
+        live.flush()
+        before = live.log.read_text().count(RETRACTION)
+        answers[name] = live.generate(batch, 160, ignore_eos=True, **everything)
+        retracted[name] = live.log.read_text().count(RETRACTION) - before
+    assert retracted[GIVEN_BACK] > 0 == retracted[KEPT]
+    assert token_ids(answers[GIVEN_BACK]) == token_ids(answers[KEPT])
+    change = zip(logprobs(answers[KEPT]), logprobs(answers[GIVEN_BACK]), strict=True)
+    assert max(abs(a - b) for a, b in change) <= 1e-3
+    # Retraction and computing anew lose no slot: SGLang checks its memory where it is idle.
+    assert server(GIVEN_BACK).sparse_state()["plane_check"]["wrong"] == 0
+    server(GIVEN_BACK).flush()
+    assert server(GIVEN_BACK).is_alive()
 
 
 def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]) -> None:
