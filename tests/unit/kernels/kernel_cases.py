@@ -222,6 +222,13 @@ class Batch:
         return indices.to(DEVICE), counts.to(DEVICE)
 
 
+def random_kinds(batch: Batch) -> torch.Tensor:
+    """int32 [H], at least one head of each kind where there are two."""
+    kinds = torch.randint(2, (batch.heads,), generator=batch.rng, dtype=torch.int32)
+    kinds[0] = 1 - kinds[-1] if batch.heads > 1 else kinds[0]
+    return kinds.to(DEVICE)
+
+
 class Guarded:
     """Tensors that lie between guard zones, which nobody may write."""
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget
-from kernel_cases import DEVICE, NAN
+from kernel_cases import DEVICE, NAN, random_kinds
 from test_tiles import CASES, Prompts
 
 from sglang_sparse_kernels import Lists, tile_attention, tile_mean
@@ -78,11 +78,12 @@ def attend(
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("kinds", "cap"), [("none", 0.0), ("last", 5.0), ("all", 0.0)])
+@pytest.mark.parametrize(("kinds", "cap"), [("none", 0.0), ("random", 5.0), ("all", 0.0)])
 def test_a_head_sees_its_blocks_or_its_windows(case: tuple, kinds: str, cap: float) -> None:
     prompts = Prompts(case, unit=UNIT, floor=20)
     heads = prompts.batch.heads
-    streams = [int(kinds == "all" or (kinds == "last" and h == heads - 1)) for h in range(heads)]
+    drawn = random_kinds(prompts.batch).tolist()
+    streams = {"none": [0] * heads, "random": drawn, "all": [1] * heads}[kinds]
     lists = blocks_of(prompts)
     exact = naive(prompts, lists, streams, torch.float64, cap)
     eager = naive(prompts, lists, streams, prompts.q.dtype, cap)
@@ -96,12 +97,12 @@ def test_a_head_sees_its_blocks_or_its_windows(case: tuple, kinds: str, cap: flo
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_nothing_outside_of_blocks_and_windows_is_loaded(impl: str) -> None:
-    prompts = Prompts(([(128, 40)], 64, 2, 2, 64, torch.bfloat16), unit=UNIT, floor=20)
-    streams, lists = [0, 1], blocks_of(prompts)
+    prompts = Prompts(([(128, 40)], 64, 5, 2, 64, torch.bfloat16), unit=UNIT, floor=20)
+    streams, lists = random_kinds(prompts.batch).tolist(), blocks_of(prompts)
     want = attend(prompts, lists, streams, impl)
     used = torch.zeros(prompts.batch.k[0].shape[:2], dtype=torch.bool, device=DEVICE)
     for tile, _, position in prompts.queries():
-        for head in range(2):
+        for head in range(prompts.batch.heads):
             seen = seen_by(prompts, lists, streams, tile, head, position)
             used[prompts.slots(tile, seen), head] = True
     assert not used[prompts.slots(0, torch.arange(128, device=DEVICE))].all()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import DEVICE, IMPLS, PYTORCH, Batch
+from kernel_cases import DEVICE, IMPLS, PYTORCH, Batch, random_kinds
 
 from sglang_sparse_kernels import (
     Always,
@@ -22,10 +22,6 @@ from sglang_sparse_kernels.score import page_bounds
 from sglang_sparse_kernels.select import kernel as select_kernel
 
 STALE = -77
-
-
-def words(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 Score = Callable[[Batch, Scores, str], None]
@@ -70,13 +66,15 @@ def empty_scores(batch: Batch, lists: int, unread: torch.Tensor | None) -> Score
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("score", "unit", "lists"),
-    [(by_pages, 16, 3), (by_sketch, 1, 3), (by_attention, 1, 3), (by_attention, 1, 1)],
+    [(by_pages, 16, 5), (by_sketch, 1, 5), (by_attention, 1, 5), (by_attention, 1, 1)],
 )
 def test_lists_that_nobody_reads_are_not_scored(
     impl: str, score: Score, unit: int, lists: int
 ) -> None:
-    batch = Batch([257, 1, 130, 300], unit=unit, heads=3, group=2, page_size=32, shared_pages=1)
-    unread = words([1, 0, 1] if lists == 3 else [1])
+    batch = Batch(
+        [257, 1, 130, 300], unit=unit, heads=5, group=2, page_size=32, shared_pages=1, seed=unit
+    )
+    unread = random_kinds(batch) if lists > 1 else torch.ones(1, dtype=torch.int32, device=DEVICE)
     whole, part = empty_scores(batch, lists, None), empty_scores(batch, lists, unread)
     score(batch, whole, impl)
     score(batch, part, impl)
@@ -90,14 +88,16 @@ def test_lists_that_nobody_reads_are_not_scored(
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_bounds_of_lists_that_nobody_reads_are_not_found(impl: str) -> None:
-    batch = Batch([257, 130], unit=16, heads=3, group=2, page_size=32)
-    cuboids, unread = batch.cuboids(batch.make_planes(None, True)), words([0, 1, 0])
+    batch = Batch([257, 130], unit=16, heads=5, group=2, page_size=32)
+    cuboids, unread = batch.cuboids(batch.make_planes(None, True)), random_kinds(batch)
+    skipped = unread != 0
     width = -(-batch.max_pages * batch.page_size // 16)
-    whole, part = (torch.full((2, 3, 2, width), float(STALE), device=DEVICE) for _ in "ab")
+    whole, part = (torch.full((2, 5, 2, width), float(STALE), device=DEVICE) for _ in "ab")
     page_bounds(batch.q, cuboids, batch.plan, out=whole, impl=impl)
     page_bounds(batch.q, cuboids, batch.plan, out=part, unread=unread, impl=impl)
-    assert (part[:, 1] == STALE).all()
-    assert torch.equal(part[:, [0, 2]], whole[:, [0, 2]])
+    assert (part[:, skipped] == STALE).all()
+    assert (whole != STALE).any(-1).all()
+    assert torch.equal(part[:, ~skipped], whole[:, ~skipped])
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,10 @@ def test_lists_that_nobody_reads_are_not_selected(
     monkeypatch.setattr(select_kernel, "num_splits", lambda *_: 4 if form == "several" else 0)
     if form == "streamed":
         monkeypatch.setattr(select_kernel, "_tiles", lambda *_: (512, 128, 4))
-    batch = Batch([900, 1, 333], heads=3, budget=200, capacity=200, seed=5)
-    unread = words([0, 1, 0])
-    scores = batch.randn(3, 3, batch.max_pages * batch.page_size).to(DEVICE)
+    batch = Batch([900, 1, 333], heads=5, budget=200, capacity=200, seed=5)
+    unread = random_kinds(batch)
+    skipped = unread != 0
+    scores = batch.randn(3, 5, batch.max_pages * batch.page_size).to(DEVICE)
     blocks = scores.unflatten(2, (-1, 8)).amax(3)
     padded = torch.nn.functional.pad(blocks, (0, padded_blocks(scores.shape[2]) - blocks.shape[2]))
 
@@ -126,7 +127,7 @@ def test_lists_that_nobody_reads_are_not_selected(
         shape = (batch.list_rows, batch.heads)
         indices = torch.full((*shape, batch.capacity), STALE, dtype=torch.int32, device=DEVICE)
         counts = torch.full(shape, STALE, dtype=torch.int32, device=DEVICE)
-        workspace = make_topk_workspace(3, 3, scores.shape[2], batch.capacity, DEVICE)
+        workspace = make_topk_workspace(3, 5, scores.shape[2], batch.capacity, DEVICE)
         select_topk(
             Scores(scores, padded.contiguous(), unread), batch.plan, batch.lists(indices, counts),
             always=Always(4, 8), workspace=workspace, impl=impl,
@@ -136,7 +137,7 @@ def test_lists_that_nobody_reads_are_not_selected(
     (indices, counts), (every, counted) = select(unread), select(None)
     used = batch.plan.request_slots.long()
     assert (counted[used[0]] == 200).all()
-    assert (counts[:, 1] == STALE).all()
-    assert (indices[:, 1] == STALE).all()
-    assert torch.equal(counts[:, [0, 2]], counted[:, [0, 2]])
-    assert torch.equal(indices[:, [0, 2]], every[:, [0, 2]])
+    assert (counts[:, skipped] == STALE).all()
+    assert (indices[:, skipped] == STALE).all()
+    assert torch.equal(counts[:, ~skipped], counted[:, ~skipped])
+    assert torch.equal(indices[:, ~skipped], every[:, ~skipped])

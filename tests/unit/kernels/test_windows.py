@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_budget import assert_within_budget
-from kernel_cases import DEVICE, IMPLS, NAN, Batch
+from kernel_cases import DEVICE, IMPLS, NAN, Batch, random_kinds
 from progressive_cases import Setting, in_double, run, shape_keys
 from progressive_cases import make_batch as progressive_batch
 from test_attend import CASES, make_batch, rounding
@@ -27,13 +27,6 @@ WINDOWS = [(16, 48), (64, 128), (512, 1024), (0, 33), (7, 1)]
 
 def words(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def random_kinds(batch: Batch) -> torch.Tensor:
-    """int32 [H], at least one head of each kind where there are two."""
-    kinds = torch.randint(2, (batch.heads,), generator=batch.rng, dtype=torch.int32)
-    kinds[0] = 1 - kinds[-1] if batch.heads > 1 else kinds[0]
-    return kinds.to(DEVICE)
 
 
 def naive_attention(
