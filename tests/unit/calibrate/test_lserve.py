@@ -16,7 +16,7 @@ from rich.console import Console
 from scipy.stats import spearmanr
 from typer.testing import CliRunner
 
-from sglang_sparse.calibrate import finders, heads_report, lserve
+from sglang_sparse.calibrate import heads_report, lserve
 from sglang_sparse.calibrate.finders import GateTraining, leave_one_out, log_odds_slopes
 from sglang_sparse.calibrate.gates import JUDGED, GatedModel, windowed_attention
 from sglang_sparse.choices.heads._files import read_heads
@@ -106,22 +106,23 @@ def test_a_gate_of_one_changes_nothing_and_of_zero_is_the_window() -> None:
     assert 0 < (half - dense).norm() < (none - dense).norm()
 
 
-def planted_model(layer: int, head: int) -> GatedModel:
-    """The reference model without any KV head but one: no other can tell anything."""
+def planted_model(layer: int, head: int, rest: float) -> GatedModel:
+    """The reference model in which all KV heads but one write ``rest`` of what they wrote."""
     model = GatedModel(str(MODEL), "cpu", sink=SINK, local=LOCAL)
     for index, block in enumerate(model._model.base_model.layers):
         weight = block.self_attn.o_proj.weight.data  # [width, heads * dim]
-        group = weight.shape[1] // SHAPE[1]
-        own = weight[:, head * group : (head + 1) * group].clone()
-        weight.zero_()
+        scale = torch.full(SHAPE[1:], rest)
         if index == layer:
-            weight[:, head * group : (head + 1) * group] = own
+            scale[head] = 1.0
+        weight *= scale.repeat_interleave(weight.shape[1] // SHAPE[1])
     return model
 
 
-@pytest.mark.parametrize("planted", [(1, 2), (4, 0)])
-def test_every_finder_finds_a_planted_head(planted: tuple[int, int]) -> None:
-    model = planted_model(*planted)
+# A head of a late layer reads what earlier heads wrote: little of it is left at a tenth. So it is
+# planted alone.
+@pytest.mark.parametrize(("planted", "rest"), [((1, 2), 0.1), ((1, 0), 0.1), ((4, 0), 0.0)])
+def test_every_finder_finds_a_planted_head(planted: tuple[int, int], rest: float) -> None:
+    model = planted_model(*planted, rest)
     ids = [prompt(LENGTH, seed) for seed in range(3)]
     generator = torch.Generator().manual_seed(0)
     slopes = sum(log_odds_slopes(model, one, generator) for one in ids)
@@ -133,9 +134,13 @@ def test_every_finder_finds_a_planted_head(planted: tuple[int, int]) -> None:
         assert divmod(int(scores.argmax()), SHAPE[1]) == planted
     others = torch.ones(SHAPE, dtype=torch.bool)
     others[planted] = False
-    assert (slopes[others] == 0).all()
-    assert (left_out[others] == 0).all()
-    assert (training.gates[others] < training.gates[planted] - 0.3).all()
+    if rest:
+        assert (slopes[others] > 0).all()
+    else:
+        assert (slopes[others] == 0).all()
+        assert (left_out[others] == 0).all()
+    margin = training.gates[planted] - training.gates[others].max()
+    assert margin > (0.1 if rest else 0.3)
 
 
 def test_gates_are_those_of_torchs_adamw() -> None:
@@ -166,34 +171,51 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates == [0.01, *[0.02] * 8, 0.01]
 
 
-@pytest.mark.parametrize("finder", ["gradient", "gates"])
+@pytest.mark.parametrize(
+    ("finder", "owner", "name", "call", "calls"),
+    [
+        # Of three prompts the second is interrupted, and only the first is not done again.
+        ("gradient", lserve, "log_odds_slopes", 2, 4),
+        ("gradient", lserve, "leave_one_out", 2, 4),
+        ("gates", lserve, "leave_one_out", 2, 4),
+        # Of twelve steps the last; ten were saved.
+        ("gates", GateTraining, "advance", 12, 14),
+    ],
+)
 def test_an_interrupted_run_goes_on_and_ends_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finder: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    finder: str,
+    owner: object,
+    name: str,
+    call: int,
+    calls: int,
 ) -> None:
-    quiet = Console(quiet=True)
-    asked = {"finder": finder, "check": True}
+    quiet, checked = Console(quiet=True), name == "leave_one_out"
+    asked = {"finder": finder, "check": checked}
     whole = lserve.calibrate(settings(tmp_path / "whole", **asked), quiet)
-    runs, run = [], finders.leave_one_out
+    run, runs = getattr(owner, name), []
 
-    def counted(model: GatedModel, ids: list[int]) -> torch.Tensor:
-        runs.append(len(ids))
-        if len(runs) == 2:
+    def counted(*args: object) -> object:
+        runs.append(name)
+        if len(runs) == call:
             raise KeyboardInterrupt
-        return run(model, ids)
+        return run(*args)
 
-    monkeypatch.setattr(lserve, "leave_one_out", counted)
+    monkeypatch.setattr(owner, name, counted)
     again = settings(tmp_path / "again", **asked)
     with pytest.raises(KeyboardInterrupt):
         lserve.calibrate(again, quiet)
     assert not again.outputs[0].exists()
-    monkeypatch.setattr(lserve, "log_odds_slopes", None)  # done, and not done again
-    monkeypatch.setattr(GateTraining, "advance", None)
+    if checked:  # the heads are found, and not found again
+        monkeypatch.setattr(lserve, "log_odds_slopes", None)
+        monkeypatch.setattr(GateTraining, "advance", None)
     # The model is called by the folder of its preset.
     own = {"model"}
     assert lserve.calibrate(again, quiet).model_dump(exclude=own) == whole.model_dump(exclude=own)
-    assert len(runs) == 4
+    assert len(runs) == calls
     report = {p.name: p.read_bytes() for p in (tmp_path / "whole" / "report").glob("*.*sv")}
-    assert len(report) == 4
+    assert len(report) == 3 + checked
     assert report == {p.name: p.read_bytes() for p in again.report.glob("*.*sv")}
     assert not (again.report / lserve.STATE).exists()
 
@@ -298,6 +320,7 @@ def test_gates_of_another_model_are_refused(tmp_path: Path, content: str, proble
         ({"tp": 3}, "--tp 3"),
         ({"equal_per_layer": True, "tp": 4}, "--sparsity 0.5"),
         ({"equal_per_layer": True, "sparsity": 0.4}, "--sparsity 0.4"),
+        ({"equal_per_layer": True, "sparsity": 0.01}, "--sparsity 0.01"),
         ({"steps": 0}, "--steps 0"),
         ({"l1": -1.0}, "--l1 -1.0"),
         ({"count": 0}, "--count 0"),
