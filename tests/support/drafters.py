@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live_server import MODEL
 from safetensors.torch import load_file, save_file
+
+import scripts  # noqa: F401  isort: skip  # makes the load tests importable
+from local import MODEL  # isort: skip  # that of the checkout: packages leave its weights out
 
 SMALL = 1e-5  # of random weights, which should hardly change a draft
 CAPTURED = [0, 2, 4]  # layers of the served model whose output EAGLE3 reads
