@@ -139,8 +139,7 @@ def test_every_finder_finds_a_planted_head(planted: tuple[int, int], rest: float
     else:
         assert (slopes[others] == 0).all()
         assert (left_out[others] == 0).all()
-    margin = training.gates[planted] - training.gates[others].max()
-    assert margin > (0.1 if rest else 0.3)
+        assert (training.gates[others] < training.gates[planted] - 0.3).all()
 
 
 def test_gates_are_those_of_torchs_adamw() -> None:
