@@ -188,7 +188,7 @@ class SparseAttentionBackend(AttentionBackend):
         else:
             self._inner.variant = "dense"
             self.extend.plan_batch(forward_batch)
-        self._inner.current.init_forward_metadata(forward_batch)
+        self._inner.plan(forward_batch, graph=False)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -202,7 +202,7 @@ class SparseAttentionBackend(AttentionBackend):
             else self._take_variant(forward_batch)
         )
         self.decode.plan_batch(forward_batch, graph=True)
-        self._inner.current.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._inner.plan(forward_batch, graph=True, in_capture=in_capture)
 
     def select_variant(self, forward_batch: ForwardBatch) -> Variant:
         """Choose the graph of a decode batch before it is planned, for an SGLang that asks."""

@@ -6,16 +6,19 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse import compat
+from sglang_sparse.backend.plan_copies import PlanCopies
 from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.graph_variants import Variant
 from sglang_sparse.pools import implementation
 from sglang_sparse_kernels.common import Impl
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 _ON = {"triton": "flashinfer", "cpu": "torch_native", "torch": "torch_native"}
@@ -56,11 +59,27 @@ class InnerBackends:
         self._build = partial(ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()
         self._of: dict[Variant, AttentionBackend] = {"dense": dense, "sparse": dense}
+        self._copies = PlanCopies(torch.cuda.Event() if impl == "triton" else None)
 
     @property
     def current(self) -> AttentionBackend:
         """The backend that the batch being run is planned on."""
         return self._of[self.variant]
+
+    def plan(self, forward_batch: ForwardBatch, *, graph: bool, in_capture: bool = False) -> None:
+        """Plan a batch on the current backend, once the plan before it has been copied.
+
+        Args:
+            forward_batch: the batch.
+            graph: whether a captured graph reads the plan.
+            in_capture: whether that graph is about to be captured.
+        """
+        self._copies.wait()
+        if graph:
+            self.current.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        else:
+            self.current.init_forward_metadata(forward_batch)
+        self._copies.sent()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate graph buffers for each variant.
