@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -152,3 +154,9 @@ def test_the_study_decodes_what_it_is_given() -> None:
     table = summary(study.rows)
     assert "loss of text of 300 tokens (more)" in table
     assert f"| {chosen[2].name} | " in table
+
+
+def test_the_committed_table_is_that_of_the_committed_rows() -> None:
+    report = configs_dir() / "reference" / "cascade-report"
+    rows = json.loads((report / "decode.json").read_text())["rows"]
+    assert summary(rows) in (report / "README.md").read_text()
