@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import re
@@ -14,7 +15,7 @@ from sglang_sparse.research.tables import cells_of, from_columns
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "loadtest" / "results"
 _BENCH = ROOT / "kernels" / "bench" / "results" / "h200"
-_PSA_RUNS = ("psa-9404f71.json", "psa-again-9404f71.json")
+_PSA_RUNS = ("psa-9404f71.json.gz", "psa-again-9404f71.json.gz")
 # What the picture shows: a label, the folder of a run and the report in it.
 LINES = (
     ("dense (FlashInfer)", "h200", "dense"),
@@ -130,7 +131,7 @@ def _psa_runs() -> list[list[dict[str, Any]]]:
     """The cases of each run; a file holds one run or several."""
     runs = []
     for name in _PSA_RUNS:
-        content = from_columns(json.loads((_BENCH / name).read_text(encoding="utf-8")))
+        content = from_columns(json.loads(gzip.decompress((_BENCH / name).read_bytes())))
         reports = content if isinstance(content, list) else [content]
         runs += [report["rows"] for report in reports]
     return runs

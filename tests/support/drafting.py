@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from live_server import MODEL
+import scripts  # noqa: F401  isort: skip  # makes the load tests importable
+from local import MODEL  # isort: skip  # packages leave its weights out
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 SPARCAS, PSA = [*SPARSE, "sparcas"], [*SPARSE, "psa"]
