@@ -104,22 +104,23 @@ def answer(report: dict[str, Any], name: str) -> str:
 def samples(report: dict[str, Any], name: str) -> str:
     """What the result of an objective rests on: a line for each of its rates.
 
-    The percentile, its interval and its gaps; for a rate that missed by its queue, the queue, too.
+    The percentile, its interval and its gaps; the queue and the answers where it missed by them.
     """
     return "<br>".join(_sample(trial) for trial, _ in decisive(report, name)) or "-"
 
 
 def _sample(trial: dict[str, Any]) -> str:
-    if trial["gap_p99_s"] is None:
-        return f"{trial['rate']:g}: no gaps"
-    interval = trial["gap_p99_interval_s"]
-    ends = "" if interval is None else " [{:.1f}, {:.1f}]".format(*(1000 * end for end in interval))
+    said = "no gaps"
+    if trial["gap_p99_s"] is not None:
+        ends = trial["gap_p99_interval_s"]
+        between = "" if ends is None else " [{:.1f}, {:.1f}]".format(*(1000 * end for end in ends))
+        said = f"{1000 * trial['gap_p99_s']:.1f} ms{between}, {trial['gaps']:,} gaps"
     queued = trial["queued_p50_s"]
-    late = queued is not None and queued > MOST_QUEUED_SECONDS
-    return (
-        f"{trial['rate']:g}: {1000 * trial['gap_p99_s']:.1f} ms{ends}, {trial['gaps']:,} gaps"
-        + (f", queue {queued:.1f} s" if late else "")
-    )
+    if queued is not None and queued > MOST_QUEUED_SECONDS:
+        said += f", queue {queued:.1f} s"
+    if trial["done"] < trial["sent"]:
+        said += f", {trial['done']:,} of {trial['sent']:,} answered"
+    return f"{trial['rate']:g}: {said}"
 
 
 def ratio(report: dict[str, Any], base: dict[str, Any], name: str) -> str:

@@ -57,7 +57,7 @@ SAFE = {
 COMMON = ["--disable-custom-all-reduce", "--cuda-graph-backend-prefill=disabled"]
 ANSWER_SECONDS = 120
 TOKENS = (16, 80)
-# Of two logits that differ by less, rounding may prefer either: a bf16 step of a logit below 32.
+# Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
 

@@ -215,7 +215,7 @@ def is_read(unread, i_list):
 def head_tail(windows, streams, seq_len, tail):
     """(where the tail of a KV head starts, sinks behind it); ``tail`` is where the plan's starts.
 
-    Of a head that ``streams`` the tail is the window, and the sinks follow as if positions went on
+    The tail of a head that ``streams`` is its window. The sinks follow, as if positions went on
     after the row's end (:func:`tail_positions`).
     """
     sink = tl.minimum(windows.sink, seq_len)

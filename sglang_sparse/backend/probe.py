@@ -63,7 +63,7 @@ class FidelityProbe:
     def observe(self, layer: int, step: StepContext) -> None:
         """Compare one step of one layer, whose stages have run, with dense attention.
 
-        Of the queries of a verification, the first one's.
+        A verification is compared by its first query.
         """
         plan, kv, lists = step.plan, step.kv, step.lists
         rows = (plan.k_units > 0).nonzero().flatten().tolist()

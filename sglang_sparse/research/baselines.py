@@ -46,7 +46,7 @@ class _Table:
         contexts, types = _count(grams // vocab, in_order=True)
         first = np.concatenate(([0], np.cumsum(types[:-1], dtype=np.int64)))
         ones, twos = int((counts == 1).sum()), int((counts == 2).sum())
-        # Where nothing came once or twice, as in a short text's lowest order, half is taken.
+        # One half if no n-gram came once, or none twice, as in a short text's lowest order.
         discount = ones / (ones + 2 * twos) if ones and twos else 0.5
         totals = np.add.reduceat(counts, first)
         return cls(grams, counts, contexts, totals, types, discount)
@@ -103,7 +103,7 @@ class NGramModel:
         self.tables = tables[::-1]
 
     def probabilities(self, ids: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Of each token of ``ids`` after the first four, given the four before it."""
+        """Probability of each token of ``ids`` after the first four, given the four before it."""
         whole = _grams(ids, self.order, self.vocab)
         result = np.full(len(whole), 1.0 / self.vocab)
         for size, table in enumerate(self.tables, start=1):

@@ -56,7 +56,7 @@ _FACT_FORMS = (
     "I need the {}.",
     "The {}?",
 )
-# Of the questions that have one form in the tasks: so many are asked with words around them.
+# Share of the questions with one form in the tasks that are asked with words around them.
 _REWORDED = 0.3
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

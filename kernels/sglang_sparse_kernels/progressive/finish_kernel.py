@@ -177,7 +177,7 @@ def check_stop(
     _first_tiles, _chunk_tiles, first_chunks, batches, _tiles = chunk_plan(prologue, total, L)
     chunks = first_chunks + batches
     if AGAIN:
-        # Of infinite numbers nothing is known, but what was not attended to holds no numbers.
+        # With NaN no check may end the row; only chunks that were attended to hold results.
         chunks = tl.minimum(chunks, attended)
     epsilon = tl.load(epsilons + i_r)
     i_l = tl.load(rows.list_rows + i_r).to(tl.int64) * L.H + i_rh % L.H

@@ -107,7 +107,7 @@ def _page_bounds(
         pages_of(ends, physical, per_page)[:units].to(query.dtype).permute(1, 2, 0)
         for ends in (pages.high, pages.low)
     )
-    # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
+    # The larger of q*min and q*max is q*max for q > 0 and q*min for q < 0.
     return torch.bmm(query.clamp(min=0), high).baddbmm_(query.clamp(max=0), low)
 
 

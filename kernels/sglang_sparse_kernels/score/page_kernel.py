@@ -68,7 +68,7 @@ def page_minmax_score_kernel(
         p_q = q + i_r.to(tl.int64) * stride_q + (i_h * S.G + o_g)[None, :] * S.D + o_d[:, None]
         # [BD, BG]
         b_q = tl.load(p_q, mask=m_d[:, None] & (o_g < S.G)[None, :], other=0.0)
-        # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
+        # The larger of q*min and q*max is q*max for q > 0 and q*min for q < 0.
         b_up = tl.maximum(b_q.to(tl.float32), 0.0).to(b_q.dtype)
         b_down = tl.minimum(b_q.to(tl.float32), 0.0).to(b_q.dtype)
         base = tl.program_id(0).to(tl.int64)

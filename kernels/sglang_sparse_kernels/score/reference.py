@@ -74,7 +74,7 @@ def _page_bounds(q: torch.Tensor, pages: PageCuboids, plan: DecodePlan, row: int
     entries = (physical[:, None] * per_page + within).flatten()[: -(-tokens // unit)]
     query = q[row].view(heads, group, -1).to(acc)
     low, high = (take(ends, entries).to(acc) for ends in (pages.low, pages.high))
-    # Of q*min and q*max the larger is q*max for q > 0 and q*min for q < 0.
+    # The larger of q*min and q*max is q*max for q > 0 and q*min for q < 0.
     bound = torch.einsum("hgd,nhd->hgn", query.clamp(min=0), high)
     return bound + torch.einsum("hgd,nhd->hgn", query.clamp(max=0), low)
 

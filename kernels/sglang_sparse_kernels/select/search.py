@@ -156,7 +156,7 @@ def _cut_ties(b_tie, last, ties, need):
 def winners(b_s, b_i, threshold, last, k, SIZE: tl.constexpr):
     """(mask of the k best of ``SIZE`` scores, a score that all of them reach).
 
-    Of equal scores, the lower indices ``b_i`` win; none is above ``last``. ``threshold`` is a score
+    Equal scores: the lower indices ``b_i`` win; none is above ``last``. ``threshold`` is a score
     that at least k scores reach, or -inf.
     """
     forced = tl.sum((b_s == float("inf")).to(tl.int32))

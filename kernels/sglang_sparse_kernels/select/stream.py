@@ -226,7 +226,7 @@ def write_kernel(
         free = free_range(domain, tokens, n, S.UNIT)
         i_l = tl.load(list_rows + tl.program_id(0) // S.H).to(tl.int64) * S.H + i_rh % S.H
         key, ties = tl.load(p_state + _SCORE), tl.load(p_state + _TIES)
-        # Of the units that equal the k-th best, the first ones win.
+        # The first units that equal the k-th best win.
         p_upto = p_state + _SPLITS + 2 * P.SPLITS + i_s
         before = tl.load(p_upto + P.SPLITS - 1, mask=i_s > 0, other=0)
         all_win = tl.load(p_upto + P.SPLITS) <= ties

@@ -97,6 +97,14 @@ def test_an_answer_without_a_rate_that_was_met_has_its_samples_too() -> None:
     assert report.samples(missed, "strict").count("gaps") == 2
 
 
+def test_a_rate_says_what_else_than_gaps_it_missed_by() -> None:
+    found = capacity_report("dense", 10.0)
+    found["capacity"]["strict"] = {"met": None, "missed": 10.0}
+    silent = {"gap_p99_s": None, "gap_p99_interval_s": None, "gaps": 0, "done": 7}
+    found["trials"] = [t | silent for t in found["trials"] if t["rate"] == 10]
+    assert report.samples(found, "strict") == "10: no gaps, queue 5.0 s, 7 of 100 answered"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
