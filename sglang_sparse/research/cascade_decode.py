@@ -272,7 +272,7 @@ def main() -> None:
         decoded=args.decoded,
     )  # fmt: skip
     result = {
-        "asked": {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()},
+        "asked": {k: v for k, v in vars(args).items() if not isinstance(v, Path)},
         "device": device, "rows": study.rows,
     }  # fmt: skip
 

@@ -39,10 +39,10 @@ def log() -> Log:
 
 def inner(log: Log, *, on_gpu: bool = True) -> InnerBackends:
     """Inner backends of which only planning is there."""
-    made: Any = InnerBackends.__new__(InnerBackends)
-    made.variant, made._of = "sparse", {"sparse": log}
-    made._copies = PlanCopies(log if on_gpu else None, lambda: log.captures)
-    return made  # type: ignore[no-any-return]
+    made = InnerBackends.__new__(InnerBackends)
+    copies = PlanCopies(log if on_gpu else None, lambda: log.captures)
+    vars(made).update(variant="sparse", _of={"sparse": log}, _copies=copies)
+    return made
 
 
 def test_a_plan_waits_until_the_last_one_is_copied(log: Log) -> None:
