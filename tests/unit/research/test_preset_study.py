@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from dataclasses import asdict
@@ -16,11 +17,11 @@ from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.tables import from_columns
 
 REPORT = configs_dir() / "reference" / "psa-report"
-STUDY = REPORT / "tokens" / "mass.json"
+STUDY = REPORT / "tokens" / "mass.json.gz"
 
 
 def test_the_sketch_preset_is_the_studys_best_configuration() -> None:
-    study = json.loads(STUDY.read_text())
+    study = json.loads(gzip.decompress(STUDY.read_bytes()))
     best = study["base"] | study["rows"][study["best"]["mixed"]["mass"]]["policy"]
     measured = Policy(**{k: tuple(v) if isinstance(v, list) else v for k, v in best.items()})
     assert preset_study.policy_of(load_preset("reference", "psa_sketch")) == measured
