@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """LServe's attention as it is served, beside FlashInfer's: check, then time.
 
-``python kernels/bench/lserve.py --out results.json [--parts decode,prefill] [--quick]
+``python kernels/bench/lserve.py --out results.json [--parts decode,prefill,chunks] [--quick]
 [--prompts 16384]``
 
 The preset ``llama-3.1-8b/lserve``: half of the KV heads see sinks and a window, the others select
 units of 64 tokens by bounds of 16, anew every fourth step. Rows "half" are of layers in which half
 of the heads stream, rows "preset" the mean of all layers of the preset. Layers and prompts run
-through the programs that a server compiles, each request with KV of its own. It imports SGLang, for
-its KV pool. The report is written after every shape.
+through the programs that a server compiles, each request with KV of its own. The part "chunks" has
+what the scheduler sends of a prompt at a time, behind prefixes of several lengths: from where on
+are blocks faster than dense attention? It imports SGLang, for its KV pool. The report is written
+after every shape.
 """
 
 import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +34,8 @@ from timing import launches
 DECODE = ((32_768, 1), (32_768, 16), (131_072, 1), (131_072, 16))
 PREFILL = (32_768, 65_536, 131_072)
 FRACTIONS = (0.1, 0.05)
+# SGLang's chunk on a Hopper GPU, and where one begins.
+CHUNK, PREFIXES = 8192, (0, 4096, 8192, 16_384, 24_576, 57_344, 122_880)
 
 
 def check_all(parts: list[str]) -> list[dict[str, float]]:
@@ -46,6 +51,9 @@ def check_all(parts: list[str]) -> list[dict[str, float]]:
     if "prefill" in parts:
         shape = replace(model, context=lserve_cases.CHECKED_PREFILL, batch=1)
         found += [PromptCase(shape).check(), PrefillCase(1985).check()]
+    if "chunks" in parts:
+        tokens = lserve_cases.CHECKED_PREFILL
+        found.append(PromptCase(replace(model, context=tokens, batch=1), tokens // 3).check())
     return found
 
 
@@ -121,11 +129,47 @@ def bench_prompt(report: Report, tokens: int, failures: list[str]) -> dict[str, 
     return table
 
 
+def dense_chunk(case: PromptCase) -> Callable[[], Any]:
+    """FlashInfer's causal attention of the case's tokens, over keys laid out as it likes best."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper as Wrapper
+
+    s, device = case.shape, case.q.device
+    wrapper = Wrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device), backend="fa3")
+    new, all_of = (torch.tensor([0, n], dtype=torch.int32) for n in (case.new, s.context))
+    wrapper.plan(
+        new.to(device), all_of.to(device), s.heads * s.group, s.heads, s.dim, causal=True,
+        q_data_type=case.q.dtype,
+    )  # fmt: skip
+    k, v = (torch.randn(s.context, s.heads, s.dim, device=device).to(s.dtype) for _ in range(2))
+    return lambda: wrapper.run(case.q, k, v)
+
+
+def bench_chunk(report: Report, prefix: int, failures: list[str]) -> dict[str, Any]:
+    """One chunk behind ``prefix`` tokens: all of its tiles by blocks, and dense."""
+    torch.manual_seed(prefix)
+    case = PromptCase(replace(lserve_cases.MODEL, context=prefix + CHUNK, batch=1), prefix)
+    case.prompt(fraction=FRACTIONS[0], min_tokens=1)
+    case.update()
+    case.served()  # compiled
+    table: dict[str, Any] = {"prefix": prefix, "tokens": CHUNK, "times_fa3": None}
+    add = partial(report.add, shape=case.shape)
+    flops = case.flops()["attend"]
+    table["us"] = add("block_bounds chunk", us=milliseconds(case.served, 5), flops=flops)
+    try:
+        dense = milliseconds(dense_chunk(case), 5)
+        table["fa3_us"] = add("flashinfer fa3 chunk", us=dense)
+        table["times_fa3"] = table["fa3_us"] / table["us"]
+    except Exception as error:  # the figure above is kept without it
+        failures.append(f"flashinfer fa3, chunk: {error!r}")
+    print(f"chunk behind {prefix}: {table['times_fa3']} x fa3", flush=True)
+    return table
+
+
 def main() -> None:
     """Check, time, and write the report; a wrong kernel ends it before it is timed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
-    parser.add_argument("--parts", default="decode,prefill", help="decode, prefill or both")
+    parser.add_argument("--parts", default="decode,prefill,chunks", help="some of them")
     parser.add_argument("--quick", action="store_true", help="the smallest shape of each part")
     parser.add_argument("--prompts", type=int, nargs="+", default=PREFILL, metavar="TOKENS")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
@@ -150,7 +194,7 @@ def main() -> None:
     checks = check_all(parts)
     print("checked:", checks, flush=True)
     write(checks=checks)
-    decode, prefill = list[Any](), list[Any]()
+    decode, prefill, chunks = list[Any](), list[Any](), list[Any]()
     last = 1 if args.quick else None
     for context, batch in DECODE[:last] if "decode" in parts else ():
         shape = replace(lserve_cases.MODEL, context=context, batch=batch)
@@ -160,6 +204,10 @@ def main() -> None:
     for tokens in args.prompts[:last] if "prefill" in parts else ():
         prefill.append(bench_prompt(report, tokens, failures))
         write(prefill=prefill)
+        torch.cuda.empty_cache()
+    for prefix in PREFIXES[:last] if "chunks" in parts else ():
+        chunks.append(bench_chunk(report, prefix, failures))
+        write(chunks=chunks)
         torch.cuda.empty_cache()
     if failures:
         sys.exit("not measured: " + "; ".join(failures))

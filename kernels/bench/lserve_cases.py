@@ -265,14 +265,15 @@ class DecodeCase:
 
 
 class PromptCase:
-    """One prompt of ``tokens`` tokens, none of them cached, in one batch of tiles."""
+    """The tokens of one prompt behind its first ``prefix`` ones, in one batch of tiles."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape = s = shape
+    def __init__(self, shape: Shape, prefix: int = 0) -> None:
+        self.shape, self.prefix = shape, prefix
+        s, self.new = shape, shape.context - prefix
         self.config = config = config_of(halves(1), prefill=PROMPT | CHECKED_PROMPT)
         device, pages = torch.device(DEVICE), -(-s.context // s.page_size)
         self.pool = random_pool(config, s, pages, 1)
-        self.q = random_queries(s, s.context)
+        self.q = random_queries(s, self.new)
         self.out = torch.empty_like(self.q)
         self.table = (torch.randperm(pages, device=device) + 1).int()[None]
         self.build = allocate(
@@ -288,7 +289,7 @@ class PromptCase:
         run = config.prefill.build(self.build, config.score, programs)
         assert run is not None
         self.prefill: Any = run
-        self.batch = run.plan(self.table, [0], [self.shape.context], [])
+        self.batch = run.plan(self.table, [self.prefix], [self.new], [])
         plan = self.plan
         assert len(self.batch.scores.values) >= plan.rows.num_rows, "scores take one pass"
         tiles = plan.rows.num_rows
@@ -310,10 +311,13 @@ class PromptCase:
         return self.prefill.run(self.batch, 0, self.q, self.shape.softmax, KVScales())
 
     def update(self) -> None:
-        """Bounds of all pages of the prompt."""
+        """Bounds of all pages of the prompt; a batch alone would leave out those of the prefix."""
         spans = self.batch.spans
         self.pool.update_planes(
-            spans.page_table, spans.prefix, spans.end, max_new_tokens=spans.longest
+            spans.page_table,
+            torch.zeros_like(spans.prefix),
+            spans.end,
+            max_new_tokens=spans.longest,
         )
 
     def mean(self, impl: Any = "triton") -> None:

@@ -41,6 +41,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "rotation": lambda shape: 1, "launches": lambda calls: [call() for call in calls] and [],
         "milliseconds": lambda call, replays: (call(), 5.0)[1],
         "dense_calls": lambda case: [lambda: None], "bench_prefill": kascade,
+        "CHUNK": 100, "PREFIXES": (64, 128), "dense_chunk": lambda case: case.served,
         "PrefillCase": lambda tokens: SimpleNamespace(check=dict),
     }  # fmt: skip
     for name, value in cases.items():
@@ -79,7 +80,7 @@ def test_a_quick_report_holds_every_stage_of_one_shape_a_part(
     found = reported(tmp_path, monkeypatch, "--quick")
     assert found["commit"] == "abc"
     assert found["failures"] == []
-    assert len(found["checks"]) == 3
+    assert len(found["checks"]) == 4
     assert [row["name"] for row in found["decode_rows"]] == [
         "lserve: score", "lserve: select", "lserve: attend", "lserve, half: selecting step",
         "lserve, preset: selecting step", "lserve, half: reuse step", "lserve, preset: reuse step",
@@ -94,8 +95,11 @@ def test_a_quick_report_holds_every_stage_of_one_shape_a_part(
     assert prompt["block_bounds 0.1"]["times_fa3"] == 10.0
     assert prompt["tile_topk"]["times_fa3"] == 2.5
     stages = [row["stage"] for row in found["prefill_rows"]]
-    assert len(stages) == 12
-    assert len(set(stages)) == 12
+    assert len(stages) == 14
+    assert len(set(stages)) == 14
+    assert found["chunks"] == [
+        {"prefix": 64, "tokens": 100, "us": 5.0, "fa3_us": 5.0, "times_fa3": 1.0}
+    ]
 
 
 def test_without_a_baseline_the_rest_is_reported_and_the_run_fails(
