@@ -2,8 +2,8 @@
 """SGLang's prefix cache of a server that keeps states of prefixes; for SGLang 0.5.17 alone.
 
 Seams (`sglang/srt/mem_cache/`): `chunk_cache.py: ChunkCache`, which shares nothing and frees what
-lies behind `Req.cache_protected_len`; `radix_cache.py: RadixKey`. `sglang/srt/managers/
-schedule_policy.py: PrefillAdder.add_one_req` reads ``disable``. 0.5.23 has no such class.
+lies behind `Req.cache_protected_len`; 0.5.23 has no such class. `sglang/srt/managers/
+schedule_policy.py: PrefillAdder.add_one_req` reads ``disable``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 
-from sglang_sparse_radix.snapshots import SnapshotStore, token_bytes
+from sglang_sparse_radix.snapshots import SnapshotTree
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class SnapshotCache(ChunkCache):
-    """Gives a request the longest prefix that there is a snapshot of.
+    """Gives a request the longest prefix that the tree has a snapshot of.
+
+    Token slots come and go with their request, as they hold nothing that a tree could share.
 
     Matched snapshots need no lock. A request is matched and its batch prepared, where states are
     copied, without another batch in between; only a batch that is prepared takes slots away.
@@ -31,20 +33,19 @@ class SnapshotCache(ChunkCache):
     # request which ignores the end of an answer begins at its first token.
     disable = False
 
-    def __init__(self, params: CacheInitParams, store: SnapshotStore) -> None:
+    def __init__(self, params: CacheInitParams, tree: SnapshotTree) -> None:
         super().__init__(params)
-        self.store = store
+        self.tree = tree
 
     def reset(self) -> None:
         """Forget every prefix, as a flush of the cache asks."""
-        if hasattr(self, "store"):
-            self.store.clear()
+        if hasattr(self, "tree"):
+            self.tree.clear()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """As many padding slots as the longest snapshot has tokens; the snapshot is the node."""
         miss = super().match_prefix(params)
-        key = params.key
-        found = self.store.find(token_bytes(key.raw_token_ids()), key.extra_key)
+        found = self.tree.find(params.key)
         if found is None:
             return miss
         prefix = torch.zeros(found.length, dtype=torch.int64, device=self.device)

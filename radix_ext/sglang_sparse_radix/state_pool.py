@@ -19,7 +19,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import NoOpMHATokenToKVPool
 
 from sglang_sparse_kernels.cascade import CascadeShape, CascadeState, make_cascade_state
-from sglang_sparse_radix.snapshots import SnapshotStore
+from sglang_sparse_radix.snapshots import SnapshotTree
 
 Row = TypeVar("Row", int, torch.Tensor)
 
@@ -40,12 +40,18 @@ class StateKVPool(NoOpMHATokenToKVPool):
     state: CascadeState
 
     def __init__(
-        self, *args: Any, shape: CascadeShape, slots: int, snapshots: int, **kwargs: Any
+        self,
+        *args: Any,
+        shape: CascadeShape,
+        slots: int,
+        snapshots: int,
+        page_size: int,
+        **kwargs: Any,
     ) -> None:
         """Takes what `MHATokenToKVPool` takes, the cache's shape, and the numbers of slots."""
         self._shape, self.slots, self._all = shape, slots, slots + snapshots
-        self.snapshots = SnapshotStore(range(slots, self._all))
-        super().__init__(*args, **kwargs)
+        self.snapshots = SnapshotTree(range(slots, self._all), page_size)
+        super().__init__(*args, page_size=page_size, **kwargs)
 
     def _create_buffers(self) -> None:
         super()._create_buffers()

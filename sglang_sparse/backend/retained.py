@@ -29,7 +29,7 @@ from sglang_sparse_kernels.cascade import (
     make_cascade_workspace,
 )
 from sglang_sparse_kernels.records import Softmax
-from sglang_sparse_radix.snapshots import Snapshot, token_bytes
+from sglang_sparse_radix.snapshots import Snapshot, radix_key
 from sglang_sparse_radix.state_pool import StateKVPool
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ class RetainedAttentionBackend(AttentionBackend):
         self, slot: int, ids: Sequence[int], extra_key: Any, length: int
     ) -> list[tuple[int, int]]:
         """(slot, slot of the snapshot) of a request's first ``length`` tokens, if it is new."""
-        store = self._pool.snapshots
-        found = store.reserve(token_bytes(ids[:length]), extra_key)
+        found = self._pool.snapshots.reserve(radix_key(ids[:length], extra_key))
         return [] if found is None else [(slot, found.slot)]
 
     def _add_part(
