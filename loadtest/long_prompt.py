@@ -27,6 +27,7 @@ from client import server_url
 from compare_latency import output_of
 from decode_latency import call, generate
 
+QUESTION = 64  # last tokens of a prompt, in which another question to the same text differs
 WARM = 32_768  # tokens of a prompt that is not counted: it compiles what later ones run
 
 
@@ -132,14 +133,15 @@ def measure_first_token(base_url: str, length: int, vocab: int, repeats: int) ->
 def measure_decode(
     base_url: str, length: int, batch: int, *, vocab: int, tokens: int
 ) -> dict[str, Any]:
-    """Decode steps of a batch behind one prompt."""
+    """Decode steps of a batch behind one prompt, and the first token of another question to it."""
     prompt = prompt_of(length, f"decode/{length}", vocab)
     taken, _ = generate(base_url, [prompt], 1)
-    _, (cached,) = generate(base_url, [prompt], 1)
+    other = [*prompt[:-QUESTION], *prompt_of(QUESTION, "question", vocab)]
+    second, (cached,) = generate(base_url, [other], 1)
     arrivals = stream_batch(base_url, [prompt] * batch, tokens)
     return {
         "length": length, "batch": batch, "first_token_s": taken, "cached_tokens": cached,
-        "ms_per_token": step_ms(arrivals, batch), "tokens": tokens,
+        "second_question_s": second, "ms_per_token": step_ms(arrivals, batch), "tokens": tokens,
     }  # fmt: skip
 
 

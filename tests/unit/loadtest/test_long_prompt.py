@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import scripts  # noqa: F401  # the load tests
@@ -26,6 +26,7 @@ class Server(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.0"
     cached = 0
+    prompts: ClassVar[list[list[int]]] = []
 
     def do_GET(self) -> None:
         usage = {"weight": 15.0, "kvcache": 2.5}
@@ -36,6 +37,7 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rows, tokens = body["input_ids"], body["sampling_params"]["max_new_tokens"]
+        type(self).prompts += rows
         time.sleep(PER_TOKEN * sum(map(len, rows)))
         meta = {"completion_tokens": tokens, "cached_tokens": type(self).cached}
         if not body.get("stream"):
@@ -108,6 +110,11 @@ def test_a_server_is_measured(
     (decode,) = report["decode"]
     assert decode["ms_per_token"] >= 1000 * STEP
     assert (decode["length"], decode["batch"]) == (100, 3)
+    first, second = Server.prompts[-5:-3]  # before the batch of three
+    assert first[: -long_prompt.QUESTION] == second[: -long_prompt.QUESTION]
+    assert first != second
+    assert len(second) == 100
+    assert decode["second_question_s"] >= PER_TOKEN * 100
     assert report["memory"]["server"]["kvcache"] == 2.5
     assert report["sparse"] == {"a": 1}
 
