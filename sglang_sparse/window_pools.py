@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that size and build two pools, where streaming heads hold their windows only.
 
-Seams (SGLang 0.5.17): ``model_executor/model_runner.py: ModelRunner.init_kv_cache_configurator``
+Seams: ``model_executor/model_runner.py: ModelRunner.init_kv_cache_configurator``
 (reads ``is_hybrid_swa``, ``sliding_window_size``), ``model_executor/pool_configurator.py:
 create_memory_pool_configurator``, ``HybridSWAPoolConfigurator``, ``mem_cache/
 kv_cache_configurator.py: KVCacheConfigurator._build_token_to_kv_pool``,
 ``_build_token_to_kv_pool_allocator``; what one request holds follows from ``mem_cache/
-unified_cache/components/swa_component.py: SWAComponent.acquire_component_lock`` and
+unified_cache/components: SWAComponent.acquire_component_lock`` and
 ``managers/schedule_policy.py: PrefillAdder``.
 """
 
@@ -31,13 +31,13 @@ def heads_of_groups(launch: SparseLaunch, kv_heads: int) -> tuple[int, int]:
     return kv_heads - streaming, streaming
 
 
-def announce_windows(original: Callable[..., None], runner: Any) -> None:
+def announce_windows(original: Callable[..., None], runner: Any, *args: Any) -> None:
     """AROUND hook on ``ModelRunner.init_kv_cache_configurator``: SGLang is to see two pools."""
     launch = windowed_launch_of(runner.server_args)
     if launch is not None and not runner.is_draft_worker:
         runner.is_hybrid_swa = True
         runner.sliding_window_size = launch.config.heads.window[1]
-    original(runner)
+    original(runner, *args)
 
 
 def create_configurator(original: Callable[..., Any], kvc: Any) -> Any:
@@ -62,12 +62,14 @@ def create_configurator(original: Callable[..., Any], kvc: Any) -> Any:
         num_layers=len(spec.layers(kvc.layer_info.start_layer, layers)),
     )
     config, share = launch.config, launch.config.retention.window_share
+    chunk = _chunk_of(kvc)
 
     class SplitPoolConfigurator(HybridSWAPoolConfigurator):
         """SGLang's division of memory between two pools, with the bytes of two groups of heads."""
 
         def __init__(self) -> None:
             self._full_layers_num = self._swa_layers_num = layers
+            self._enable_unified_memory = False  # 0.5.23 asks
             self._swa_full_tokens_ratio = share
             self._sliding_window_size, self._page_size = (
                 sum(config.heads.window),
@@ -76,13 +78,13 @@ def create_configurator(original: Callable[..., Any], kvc: Any) -> Any:
             self._cell_size = row * (heads + share * window_heads) + planes
 
         def _solve_pool_sizes(self, max_total_num_tokens: int, page_size: int) -> Any:
-            _check_share(config, int(max_total_num_tokens * share), page_size)
+            _check_share(config, int(max_total_num_tokens * share), page_size, chunk)
             return super()._solve_pool_sizes(max_total_num_tokens, page_size)
 
     return SplitPoolConfigurator()
 
 
-def tokens_of_one_request(window: tuple[int, int], page_size: int) -> int:
+def tokens_of_one_request(window: tuple[int, int], page_size: int, chunk: int = 0) -> int:
     """Tokens that streaming heads may hold of one request, where nothing else is held.
 
     The tree locks nodes as a whole, and none is longer than a window: the sinks, and up to two
@@ -93,23 +95,33 @@ def tokens_of_one_request(window: tuple[int, int], page_size: int) -> int:
     Args:
         window: sinks and local tokens.
         page_size: tokens of a page.
+        chunk: tokens that a prompt waits for at once.
     """
     from sglang.srt.environ import envs
 
     sink, local = window
     late = max(1, envs.SGLANG_SWA_EVICTION_INTERVAL.get())
-    return int(sink + 3 * local + late + 2 * page_size)
+    return int(sink + 2 * local + max(local + late, chunk) + 2 * page_size)
 
 
-def _check_share(config: SparseConfig, tokens: int, page_size: int) -> None:
+def _chunk_of(kvc: Any) -> int:
+    """Tokens of a prompt that wait for room at once."""
+    if not compat.current().WAITS_FOR_WHOLE_CHUNKS:
+        return 0
+    chunk = compat.resolved(kvc.server_args).chunked_prefill_size
+    return int(chunk) if (chunk or 0) > 0 else int(kvc.model_config.context_len)
+
+
+def _check_share(config: SparseConfig, tokens: int, page_size: int, chunk: int) -> None:
     """Refuse a window pool of ``tokens`` that is too small to finish one request."""
-    need = tokens_of_one_request(config.heads.window, page_size)
+    need = tokens_of_one_request(config.heads.window, page_size, chunk)
     if tokens < need:
         raise refuse(
             "--sparse-config",
             f"retention.share={config.retention.window_share:g}",
             f"a share that holds {need} tokens",
-            f"{tokens} tokens of streaming heads fit: raise retention.share, or the memory of KV",
+            f"{tokens} tokens of streaming heads fit: raise retention.share, or the memory of KV"
+            + (", or lower --chunked-prefill-size" if chunk else ""),
         )
 
 

@@ -35,12 +35,12 @@ def check_windowed(args: Any, resolved: Resolved) -> None:
     if not resolved.config.retention.by_head:
         return
     kind = f"retention.kind={resolved.config.retention.kind}"
-    if not compat.is_tested() or compat.current().window_tree_class() is None:
+    if not compat.is_tested():
         raise ConfigError(
             flag=CONFIG_FLAG,
             value=kind,
             problem=f"it was not tested on sglang {compat.sglang_version()}",
-            allowed=f"sglang {compat.TESTED_SGLANG[0]}",
+            allowed=f"sglang {' or '.join(compat.TESTED_SGLANG)}",
             remedy="install that version, or drop retention",
         )
     check_rules(args, WINDOWED_RULES)
@@ -52,11 +52,12 @@ def check_windowed(args: Any, resolved: Resolved) -> None:
             "add it: the tree may change where a window lies while a step reads it",
         )
     core = compat.tree_core()
-    if core != "python":
+    cores = compat.current().WINDOW_CORES
+    if core not in cores:
         raise ConfigError(
             flag=_TREE_CORE,
             value=core,
             problem="it takes no rules for sinks",
-            allowed="python",
+            allowed=" or ".join(sorted(cores)),
             remedy=f"unset {_TREE_CORE}",
         )

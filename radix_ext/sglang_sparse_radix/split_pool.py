@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV pool of two groups of heads: one holds every token, the other sinks and windows.
 
-Seams (`sglang/srt/mem_cache/`, 0.5.17): `swa_memory_pool.py: SWAKVPool`, of which this is a
+Seams (`sglang/srt/mem_cache/`): `swa_memory_pool.py: SWAKVPool`, of which this is a
 subclass so that SGLang takes it for a pool with windows (`managers/schedule_policy.py` budgets
 both, `models/utils.py: enable_fused_set_kv_buffer` keeps RoPE from writing past it);
 `allocator/swa.py: SWATokenToKVPoolAllocator`, which maps each slot of the one to a slot of the

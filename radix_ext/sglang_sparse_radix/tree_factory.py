@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 BACKEND_NAME = "sparse"
 SparseFromRequest = Callable[[Any, Any], SparseFrom]
 HierarchicalClass = Callable[[], type[SparseRadixCache] | None]
-WindowClass = Callable[[], type[Any] | None]
+WindowClass = Callable[[], type[Any]]
 
 
 def create_sparse_radix_cache(
@@ -76,9 +76,7 @@ def create_sparse_radix_cache(
         return default_radix_cache_factory(ctx)
     of_request = partial(sparse_from, ctx.server_args)
     if split is not None:
-        windows = window_class()
-        assert windows is not None, "check_windowed refused this sglang"
-        tree: Any = windows(ctx.params, sink=split.sink)
+        tree: Any = window_class()(ctx.params, sink=split.sink)
         return tree
     if not ctx.enable_hierarchical_cache:
         return cache_class(ctx.params, of_request)

@@ -72,6 +72,14 @@ class SGLangVersion(Protocol):
         """Dense backends whose passes all read fp8 rows by their layer's scales."""
 
     @property
+    def WINDOW_CORES(self) -> frozenset[str]:
+        """Cores of SGLang's tree of two pools that a server may name and that take our rules."""
+
+    @property
+    def WAITS_FOR_WHOLE_CHUNKS(self) -> bool:
+        """Whether a prompt waits until the pool of windows has room for a chunk of it, whole."""
+
+    @property
     def CPU_PLATFORM(self) -> str:
         """Dotted name of the platform class that serves where no accelerator is."""
 
@@ -93,8 +101,8 @@ class SGLangVersion(Protocol):
     def hierarchical_tree_class(self) -> type[SparseRadixCache] | None:
         """The same over SGLang's hierarchical cache; None where that is not tested."""
 
-    def window_tree_class(self) -> type[Any] | None:
-        """SGLang's tree of two pools, with sinks; None where its rules do not allow them."""
+    def window_tree_class(self) -> type[Any]:
+        """SGLang's tree of two pools, with sinks."""
 
     def variant_being_captured(self) -> Variant:
         """Which decode graph SGLang captures at this moment."""

@@ -23,6 +23,10 @@ _POOL = f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool"
 _KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _BACKEND = f"{_SRT}.layers.attention.base_attn_backend.AttentionBackend"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
+_MODEL_RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
+_UNIFIED = f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_WINDOW = f"{_SRT}.mem_cache.unified_cache.components.SWAComponent"
+_WINDOWS = f"{_OURS}.window_pools"
 
 HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.add_cli_args", f"{_OURS}.flags:add_cli_args", "after"),
@@ -99,6 +103,14 @@ HOOKS = (
         f"{_OURS}.server_info:add_sparse_block",
         "after",
     ),
+    Hook(f"{_MODEL_RUNNER}.init_kv_cache_configurator", f"{_WINDOWS}:announce_windows", "around"),
+    Hook(
+        f"{_SRT}.model_executor.pool_configurator.create_memory_pool_configurator",
+        f"{_WINDOWS}:create_configurator",
+        "around",
+    ),
+    Hook(f"{_KV}._build_token_to_kv_pool", f"{_WINDOWS}:build_token_to_kv_pool", "around"),
+    Hook(f"{_KV}._build_token_to_kv_pool_allocator", f"{_WINDOWS}:build_allocator", "around"),
 )
 
 SEAMS = (
@@ -151,4 +163,16 @@ SEAMS = (
     f"{_SRT}.distributed.parallel_state.get_tp_group",
     f"{_SRT}.runtime_context.get_server_args",
     f"{_SRT}.runtime_context.get_parallel",
+    f"{_SRT}.mem_cache.swa_memory_pool.SWAKVPool.__init__",
+    f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator.__init__",
+    f"{_SRT}.mem_cache.common.free_swa_out_of_window_slots",
+    f"{_UNIFIED}.__init__",
+    f"{_UNIFIED}.match_prefix",
+    f"{_WINDOW}.__init__",
+    f"{_WINDOW}.commit_insert_component_data",
+    f"{_WINDOW}.prepare_for_caching_req",
+    f"{_WINDOW}.acquire_component_lock",
+    f"{_WINDOW}.release_component_lock",
+    f"{_WINDOW}._evict_device_start",
+    f"{_WINDOW}._evict_device_next_node",
 )

@@ -21,7 +21,7 @@ from streaming_heads import EQUALLY_STREAMING, STREAMING, WINDOW_TOKENS
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 # Elsewhere the hierarchical cache is refused.
-_OLDER = ["test_host_tier.py", "test_placement.py", "test_windows.py"]
+_OLDER = ["test_host_tier.py", "test_placement.py"]
 collect_ignore = [] if version("sglang") == "0.5.17" else _OLDER
 # What anchors reach, and so what the layers between them attend to, is the whole context.
 EVERYTHING = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from live_server import LiveServer, logprobs, token_ids
-from streaming_heads import STREAMING, WINDOW_TOKENS
+from streaming_heads import CHUNK, STREAMING, WINDOW_TOKENS
 
 from sglang_sparse.window_pools import tokens_of_one_request
 
@@ -70,7 +70,7 @@ def test_a_long_request_ends_where_only_one_has_room(
     server: Server, prompts: list[list[int]]
 ) -> None:
     window = (STREAMING["sink"], STREAMING["local"])
-    assert tokens_of_one_request(window, 64) == WINDOW_TOKENS
+    assert tokens_of_one_request(window, 64, CHUNK) == WINDOW_TOKENS
     live = server(GIVEN_BACK)
     live.flush()
     long = [*prompts[4], *prompts[9], *prompts[14]][:5000]
@@ -83,8 +83,9 @@ def test_a_long_request_ends_where_only_one_has_room(
 def test_requests_that_are_retracted_answer_as_those_that_hold_everything(
     server: Server, prompts: list[list[int]]
 ) -> None:
-    # Two begin. As they decode, their windows outgrow the pool of the server that holds no more.
-    batch = [prompts[i][:length] for i, length in ((2, 330), (7, 450), (12, 390))]
+    # Some begin. As they decode, their windows outgrow the pool of the server that holds no more.
+    lengths = ((2, 130), (7, 90), (12, 110), (4, 120), (9, 100), (14, 70))
+    batch = [prompts[i][:length] for i, length in lengths]
     # A retracted request computes what it decoded anew, as a prompt. With a budget of the whole
     # context that gives the same KV, so answers do not depend on who was retracted.
     everything = {"custom_params": {"sparse": {"budget": 32768}}}
@@ -93,7 +94,7 @@ def test_requests_that_are_retracted_answer_as_those_that_hold_everything(
         live = server(name)
         live.flush()
         before = live.log.read_text().count(RETRACTION)
-        answers[name] = live.generate(batch, 160, ignore_eos=True, **everything)
+        answers[name] = live.generate(batch, 240, ignore_eos=True, **everything)
         retracted[name] = live.log.read_text().count(RETRACTION) - before
     assert retracted[GIVEN_BACK] > 0 == retracted[KEPT]
     assert token_ids(answers[GIVEN_BACK]) == token_ids(answers[KEPT])

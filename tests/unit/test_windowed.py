@@ -79,9 +79,7 @@ def test_versions_without_a_tested_tree_are_refused_by_name(monkeypatch, number)
     compat.current.cache_clear()
     try:
         check_windowed(flags(), resolve(retention={"kind": "all"}))
-        if number == "0.5.17":
-            # Its tree can be imported where that version is installed.
-            monkeypatch.setattr(compat.current(), "window_tree_class", lambda: object)
+        if number in compat.TESTED_SGLANG:
             check_windowed(flags(), resolve())
             return
         with pytest.raises(ConfigError, match=f"not tested on sglang {number}; allowed: sglang 0"):
@@ -103,14 +101,28 @@ def test_versions_without_a_tested_tree_are_refused_by_name(monkeypatch, number)
     ],
 )
 def test_flags_that_windows_do_not_follow_are_refused_by_name(monkeypatch, field, value):
-    monkeypatch.setattr(compat.current(), "window_tree_class", lambda: object)
     check_windowed(flags(), resolve())
     with pytest.raises(ConfigError, match="--" + field.replace("_", "-")):
         check_windowed(flags(**{field: value}), resolve())
 
 
-def test_a_tree_core_that_takes_no_rules_is_refused(monkeypatch):
-    monkeypatch.setattr(compat.current(), "window_tree_class", lambda: object)
+@pytest.mark.parametrize("number", compat.TESTED_SGLANG)
+def test_the_default_core_is_left_where_it_takes_no_rules(monkeypatch, number):
+    """0.5.23 itself takes its core in Python where components are not its own; 0.5.17 does not."""
+    monkeypatch.setattr(compat, "version", lambda name: number)
     monkeypatch.setattr(compat, "tree_core", lambda: "rust")
+    compat.current.cache_clear()
+    try:
+        if number == "0.5.17":
+            with pytest.raises(ConfigError, match="takes no rules for sinks; allowed: python;"):
+                check_windowed(flags(), resolve())
+        else:
+            check_windowed(flags(), resolve())
+    finally:
+        compat.current.cache_clear()
+
+
+def test_a_tree_core_that_takes_no_rules_is_refused(monkeypatch):
+    monkeypatch.setattr(compat, "tree_core", lambda: "go")
     with pytest.raises(ConfigError, match="takes no rules for sinks"):
         check_windowed(flags(), resolve())

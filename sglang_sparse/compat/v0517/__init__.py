@@ -56,13 +56,10 @@ _CPU = "sglang_sparse.compat.v0517.cpu"
 _CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
 _SPECULATION = "sglang_sparse.speculation.hooks"
 _DRAFTS = "sglang_sparse.backend.drafts"
-_WINDOWS = "sglang_sparse.window_pools"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
-_MODEL_RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _UNIFIED = f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_WINDOW = f"{_SRT}.mem_cache.unified_cache.components.swa_component.SWAComponent"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 _HOST_TREE = f"{_SRT}.mem_cache.hiradix_cache.HiRadixCache"
 _HOST_POOL = f"{_SRT}.mem_cache.pool_host.mha.MHATokenToKVPoolHost"
@@ -78,6 +75,8 @@ MARKER = "srt/server_args.py"
 SPECULATIVE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
 SHARES_STATES = True
 PLACES_ON_HOST = True
+WAITS_FOR_WHOLE_CHUNKS = False
+WINDOW_CORES = frozenset({"python"})
 READS_KV_SCALES = frozenset({"triton"})
 CPU_PLATFORM = f"{_CPU}.CpuPlatform"
 
@@ -149,14 +148,6 @@ HOOKS = (
         f"{_CPU}:init_model_parallel_group",
         "around",
     ),
-    Hook(f"{_MODEL_RUNNER}.init_kv_cache_configurator", f"{_WINDOWS}:announce_windows", "around"),
-    Hook(
-        f"{_SRT}.model_executor.pool_configurator.create_memory_pool_configurator",
-        f"{_WINDOWS}:create_configurator",
-        "around",
-    ),
-    Hook(f"{_KV}._build_token_to_kv_pool", f"{_WINDOWS}:build_token_to_kv_pool", "around"),
-    Hook(f"{_KV}._build_token_to_kv_pool_allocator", f"{_WINDOWS}:build_allocator", "around"),
 )
 
 SEAMS = (
@@ -184,19 +175,7 @@ SEAMS = (
     f"{_ALLOCATOR}.alloc_decode",
     f"{_PLATFORM}.get_mha_kv_pool_cls",
     f"{_PLATFORM}.get_paged_allocator_cls",
-    f"{_SRT}.mem_cache.swa_memory_pool.SWAKVPool.__init__",
-    f"{_SRT}.mem_cache.allocator.swa.SWATokenToKVPoolAllocator.__init__",
-    f"{_SRT}.mem_cache.common.free_swa_out_of_window_slots",
-    f"{_UNIFIED}.__init__",
-    f"{_UNIFIED}.match_prefix",
     f"{_UNIFIED}.dec_swa_lock_only",
-    f"{_WINDOW}.__init__",
-    f"{_WINDOW}.commit_insert_component_data",
-    f"{_WINDOW}.prepare_for_caching_req",
-    f"{_WINDOW}.acquire_component_lock",
-    f"{_WINDOW}.release_component_lock",
-    f"{_WINDOW}._evict_device_start",
-    f"{_WINDOW}._evict_device_next_node",
     f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode",
     f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
     f"{_SRT}.speculative.eagle_worker_common.prepare_for_draft",

@@ -14,6 +14,9 @@
     A cached prefix is read by the layer's KV scales, as it is in decoding.
 ``mem_cache/memory_pool.py: MHATokenToKVPool._create_buffers``
     K and V of a layer are halves of one tensor.
+``mem_cache/unified_radix_cache.py``, ``swa_memory_pool.py``
+    Two pools, of which one holds windows, see :mod:`.windows`, :mod:`sglang_sparse.window_pools`.
+    ``prefill_budget.py: SWAPrefillBudget.check_prefill`` lets a prompt wait for a chunk's room.
 ``environ.py: SGLANG_HTTP_SERVER_APP_PATH``
     The application of tokenizer processes.
 ``platforms/interface.py: PlatformCapabilities``
@@ -41,6 +44,8 @@ MARKER = "srt/layers/attention/graph_variants.py"
 SPECULATIVE = ()
 SHARES_STATES = False
 PLACES_ON_HOST = False
+WAITS_FOR_WHOLE_CHUNKS = True
+WINDOW_CORES = frozenset({"python", "rust"})  # SGLang leaves "rust" for components of ours
 READS_KV_SCALES = frozenset({"flashinfer", "triton"})
 CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
@@ -60,6 +65,8 @@ SEAMS = (
     f"{_SRT}.model_executor.runner_utils.capture_mode.get_capture_attention_variant",
     f"{_TREE}.checkpoint",
     f"{_TREE}.free_kv_row",
+    f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.release_swa_prefix_lock",
+    f"{_SRT}.mem_cache.unified_cache.tree_core_registry._rust_fallback_reason",
 )
 
 
@@ -103,8 +110,11 @@ def hierarchical_tree_class() -> None:
     """None: the hierarchical cache is not tested on this version."""
 
 
-def window_tree_class() -> None:
-    """None: windows of streaming heads are not tested on this version."""
+def window_tree_class() -> type[Any]:
+    """SGLang's tree of two pools, where streaming heads hold sinks and windows."""
+    from sglang_sparse.compat.v0523.windows import WindowRadixCache
+
+    return WindowRadixCache
 
 
 def variant_being_captured() -> Variant:
