@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
 import pytest
+from cascading import small
 from documents import cut_documents
 from drafters import write_eagle, write_eagle3
 from drafting import drafting_servers
@@ -218,8 +219,8 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
-    "cascade": ([*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "2048"], {}),
-    # Chunks that end inside of strides.
+    "cascade": ([*SPARSE, "cascade", *small(), *BOUNDED, "--chunked-prefill-size", "2048"], {}),
+    # The preset as shipped, and chunks that end inside of strides.
     "cascade-chunks": (
         [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
         {},
@@ -229,7 +230,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             *SPARSE,
             "cascade",
-            *("--sparse-config", '{"retention": {"snapshots": 2}}'),
+            *small(snapshots=2),
             *("--chunked-prefill-size", "1024"),
             "--enable-cache-report",
         ],
@@ -240,7 +241,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             *SPARSE,
             "cascade",
-            *("--sparse-config", '{"retention": {"snapshots": 2}}'),
+            *small(snapshots=2),
             *("--chunked-prefill-size", "640", "--max-total-tokens", "5760"),
             *("--schedule-conservativeness", "0.01", "--enable-metrics"),
         ],

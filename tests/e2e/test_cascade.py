@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cascading import SMALL
 from live_server import MODEL, LiveServer, token_ids
 
 from sglang_sparse import compat
@@ -25,7 +26,8 @@ from sglang_sparse.tasks import TaskSuite
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
-RETENTION = load_preset("reference", "cascade").retention
+PRESET: Any = load_preset("reference", "cascade").retention
+RETENTION: Any = PRESET.model_copy(update=SMALL)
 shares_states = pytest.mark.skipif(
     not compat.current().SHARES_STATES, reason="refused with this version of SGLang"
 )
@@ -39,20 +41,28 @@ def greedy(live: LiveServer, prompts: list[list[int]], tokens: int = TOKENS) -> 
     return [token_ids(live.generate([p], tokens, ignore_eos=True))[0] for p in prompts]
 
 
+def passkeys(suite: TaskSuite, *lengths: int) -> list[list[int]]:
+    """A prompt of each length."""
+    return [suite.samples("passkey", length=n, count=1, seed=n)[0].prompt_ids for n in lengths]
+
+
+def defined(retention: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What the same model says over the cache's definition, without a server."""
+    decoder = CascadeDecoder(load(MODEL), retention.shape(), retention.average())
+    return [decoder.reply(prompt, TOKENS) for prompt in prompts]
+
+
 @pytest.fixture(scope="module")
 def long_prompts(suite: TaskSuite) -> list[list[int]]:
     """Prompts of up to nine times what is held."""
     most = RETENTION.most_tokens
-    assert most is not None
-    lengths = [most + 300, 3 * most + 17, 9 * most]
-    return [suite.samples("passkey", length=n, count=1, seed=n)[0].prompt_ids for n in lengths]
+    return passkeys(suite, most + 300, 3 * most + 17, 9 * most)
 
 
 @pytest.fixture(scope="module")
 def expected(long_prompts: list[list[int]]) -> list[list[int]]:
-    """What the same model says over the cache's definition, without a server."""
-    decoder = CascadeDecoder(load(MODEL), RETENTION.shape(), RETENTION.average())
-    return [decoder.reply(prompt, TOKENS) for prompt in long_prompts]
+    """What the model says to them."""
+    return defined(RETENTION, long_prompts)
 
 
 def test_a_window_above_the_context_gives_the_dense_answers(
@@ -67,16 +77,29 @@ def test_a_window_above_the_context_gives_the_dense_answers(
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == dense
 
 
-@pytest.mark.parametrize("name", ["cascade", "cascade-chunks"])
-def test_prompts_far_beyond_the_window_are_answered_as_the_definition_says(
-    server: Server, long_prompts: list[list[int]], expected: list[list[int]], name: str
+def check_beyond_the_window(
+    live: LiveServer, asked: list[list[int]], expected: list[list[int]]
 ) -> None:
-    live = server(name)
+    """Prompts of more tokens than are held, alone and in a batch."""
     held = live.sparse_state()["tokens_held"]
-    assert held < min(map(len, long_prompts))
-    assert greedy(live, long_prompts) == expected
+    assert held < min(map(len, asked))
+    assert greedy(live, asked) == expected
     # Slots that others left, and neighbours in a batch, change nothing.
-    assert token_ids(live.generate(long_prompts[::-1], TOKENS, ignore_eos=True)) == expected[::-1]
+    assert token_ids(live.generate(asked[::-1], TOKENS, ignore_eos=True)) == expected[::-1]
+
+
+def test_prompts_far_beyond_the_window_are_answered_as_the_definition_says(
+    server: Server, long_prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    check_beyond_the_window(server("cascade"), long_prompts, expected)
+
+
+def test_the_preset_as_shipped_answers_as_the_definition_says(
+    server: Server, suite: TaskSuite
+) -> None:
+    most = PRESET.most_tokens
+    asked = passkeys(suite, most + 300, 3 * most + 17)
+    check_beyond_the_window(server("cascade-chunks"), asked, defined(PRESET, asked))
 
 
 def test_sglangs_metrics_are_served_and_none_of_selections(server: Server) -> None:

@@ -46,13 +46,19 @@ def test_defaults_are_the_papers() -> None:
     [
         ({"stride": 384}, "retention.stride 384 does not divide retention.window 1024"),
         ({"levels": 3}, "retention.levels 3 does not divide retention.window 1024"),
-        ({"levels": 16, "window": 16384}, "retention.stride 256 is not a multiple of 32768"),
+        (
+            {"levels": 16, "window": 16384, "stride": 256},
+            "retention.stride 256 is not a multiple of 32768",
+        ),
         ({"window": 32, "stride": 32}, "retention.window 32 is below retention.sinks 64"),
         ({"beta": 1.0}, "retention.beta is 1.0"),
         ({"reduce": "median"}, "retention.reduce"),
         ({"window": 0}, "retention.window is 0"),
         ({"snapshots": 4, "sinks": 60}, "retention.snapshots 4 are taken where strides close"),
-        ({"snapshots": 4, "stride": 32}, "retention.stride 32 is no multiple of page_size 64"),
+        (
+            {"snapshots": 4, "stride": 32, "levels": 4},
+            "retention.stride 32 is no multiple of page_size 64",
+        ),
     ],
 )
 def test_sizes_that_cannot_be_held_are_refused(keys: dict[str, Any], problem: str) -> None:
@@ -84,8 +90,8 @@ def test_other_axes_must_leave_everything_to_what_is_held(
 @pytest.mark.parametrize(
     ("asked", "problem"),
     [
-        ({"mode": "dense"}, "custom_params.sparse.mode dense: this server holds at most 1344"),
-        ({"budget": 512}, "custom_params.sparse.budget 512: this server holds at most 1344"),
+        ({"mode": "dense"}, "custom_params.sparse.mode dense: this server holds at most 2112"),
+        ({"budget": 512}, "custom_params.sparse.budget 512: this server holds at most 2112"),
     ],
 )
 def test_requests_cannot_ask_for_what_is_not_held(asked: dict[str, Any], problem: str) -> None:
