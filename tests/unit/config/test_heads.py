@@ -231,8 +231,10 @@ def test_on_qwen3_8b_every_head_selects_until_its_streaming_heads_are_found() ->
     assert qwen.heads == RetrievalHeads()
     assert "nobody found for this model" in qwen.description
     llama = resolve("lserve", "llama-3.1-8b/lserve", None)
-    own = {"heads", "model", "description"}
+    own: Any = {"heads": True, "model": True, "description": True, "prefill": {"min_tokens"}}
     assert qwen.model_dump(exclude=own) == llama.model_dump(exclude=own)
+    # Tiles in which all heads select pay later.
+    assert qwen.prefill.min_tokens > llama.prefill.min_tokens
     heads = {"kind": "streaming", "streaming": [[0, 1]] * 36}
     found = resolve("lserve", json.dumps({"heads": heads}), qwen.model)
     assert found.heads.window == (128, 1024)
