@@ -288,7 +288,7 @@ def test_the_committed_report_is_complete_and_linked() -> None:
     if path.exists():
         report = json.loads(path.read_text())
         assert report["ok"] is True
-        assert set(report["parts"]) == {"kernels", "served", "soak"}
+        assert set(report["parts"]) >= {"kernels", "served", "soak"}
         assert report["parts"]["kernels"]["compiled"] is True
         assert set(report["parts"]["served"]["servers"]) == set(served_checks.configurations())
         assert "H200" in report["device"]
