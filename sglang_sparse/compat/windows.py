@@ -35,8 +35,6 @@ from sglang.srt.mem_cache.unified_cache.components import (
 )
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from sglang_sparse import compat
-
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import (
@@ -56,6 +54,7 @@ class SinkWindowComponent(SWAComponent):
     """
 
     _evict_device_cursor: Any
+    cache: Any  # the tree below
 
     def __init__(
         self,
@@ -211,7 +210,7 @@ class SinkWindowComponent(SWAComponent):
     ) -> int | None:
         """See `SWAComponent`; what was decoded stays out of the tree, as it saw sparse steps."""
         most = super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
-        end = compat.current().prefilled(req)
+        end: int = self.cache.prompt_end(req)
         return end if most is None else min(most, end)
 
 
@@ -227,6 +226,11 @@ class WindowRadixCache(UnifiedRadixCache):
     @staticmethod
     def floor_record(req: Req) -> Any:
         """What has the field ``swa_evict_floor`` of a request."""
+        raise NotImplementedError
+
+    @staticmethod
+    def prompt_end(req: Req) -> int:
+        """Tokens up to which a request's last prefill chunk went."""
         raise NotImplementedError
 
     def __init__(self, params: CacheInitParams, *, sink: int) -> None:

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparse.compat import windows
+from sglang_sparse.compat.windows import WindowRadixCache as SharedTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 
-class WindowRadixCache(windows.WindowRadixCache):
+class WindowRadixCache(SharedTree):
     """SGLang's tree of two pools, with sinks."""
 
     @staticmethod
     def floor_record(req: Req) -> Any:
         """The request itself."""
         return req
+
+    @staticmethod
+    def prompt_end(req: Req) -> int:
+        """See `WindowRadixCache`."""
+        return int(req.extend_range.end)
 
     @property
     def dec_swa_lock_only(self) -> Any:

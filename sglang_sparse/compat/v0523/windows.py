@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeDeviceKV
 
-from sglang_sparse.compat import windows
+from sglang_sparse.compat.windows import SinkWindowComponent as SharedComponent
+from sglang_sparse.compat.windows import WindowRadixCache as SharedTree
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
 
-class SinkWindowComponent(windows.SinkWindowComponent):
+class SinkWindowComponent(SharedComponent):
     """See :class:`sglang_sparse.compat.windows.SinkWindowComponent`."""
 
     def update_component_on_insert_overlap(
@@ -50,7 +51,7 @@ class SinkWindowComponent(windows.SinkWindowComponent):
         return own
 
 
-class WindowRadixCache(windows.WindowRadixCache):
+class WindowRadixCache(SharedTree):
     """SGLang's tree of two pools, with sinks."""
 
     component = SinkWindowComponent
@@ -59,6 +60,11 @@ class WindowRadixCache(windows.WindowRadixCache):
     def floor_record(req: Req) -> Any:
         """What a request holds of the pools."""
         return req.kv
+
+    @staticmethod
+    def prompt_end(req: Req) -> int:
+        """See `WindowRadixCache`."""
+        return int(req.extend_end)
 
     @property
     def release_swa_prefix_lock(self) -> Any:
