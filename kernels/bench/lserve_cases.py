@@ -290,6 +290,11 @@ class PromptCase:
         assert run is not None
         self.prefill: Any = run
         self.batch = run.plan(self.table, [self.prefix], [self.new], [])
+        if self.batch is None:
+            least = config.prefill.min_tokens
+            raise ValueError(
+                f"a prompt of {self.shape.context} tokens: tiles select behind {least}"
+            )
         plan = self.plan
         assert len(self.batch.scores.values) >= plan.rows.num_rows, "scores take one pass"
         tiles = plan.rows.num_rows

@@ -74,11 +74,6 @@ class SnapshotTree:
         """The most prefixes that are kept."""
         return len(self._slots)
 
-    @property
-    def tokens(self) -> int:
-        """Token ids on the tree's edges."""
-        return int(self._tree.total_size())
-
     def clear(self) -> None:
         """Forget every prefix."""
         self._kept.clear()

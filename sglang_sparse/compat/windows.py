@@ -24,6 +24,7 @@ So a match is right as SGLang finds it: where a window is held, the sinks are.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -224,14 +225,14 @@ class WindowRadixCache(UnifiedRadixCache):
     component: type[SinkWindowComponent] = SinkWindowComponent
 
     @staticmethod
+    @abstractmethod
     def floor_record(req: Req) -> Any:
         """What has the field ``swa_evict_floor`` of a request."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def prompt_end(req: Req) -> int:
         """Tokens up to which a request's last prefill chunk went."""
-        raise NotImplementedError
 
     def __init__(self, params: CacheInitParams, *, sink: int) -> None:
         """``params`` are what SGLang's tree takes; ``sink`` tokens begin each path."""

@@ -102,6 +102,12 @@ def test_a_quick_report_holds_every_stage_of_one_shape_a_part(
     ]
 
 
+def test_a_prompt_in_which_no_tile_selects_is_refused_by_its_length() -> None:
+    case = lserve_cases.PromptCase(Shape(160, 1, heads=2, group=4, dim=64, budget=128))
+    with pytest.raises(ValueError, match="a prompt of 160 tokens: tiles select behind 160"):
+        case.prompt(fraction=0.1)
+
+
 def test_without_a_baseline_the_rest_is_reported_and_the_run_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

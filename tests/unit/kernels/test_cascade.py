@@ -44,13 +44,15 @@ def shapes(draw: st.DrawFn) -> CascadeShape:
     return CascadeShape(window, draw(st.integers(0, 5)), levels, stride)
 
 
-# A stride of one token; levels smaller than what they gain; one level, which is a sink cache.
+# A stride of one token; levels smaller than what they gain; one level, which is a sink cache; eight
+# levels and strides of a whole window, as the reference model's preset has.
 SHAPES = [
     CascadeShape(24, 3, 4, 8),
     CascadeShape(6, 2, 1, 3),
     CascadeShape(16, 0, 4, 16),
     CascadeShape(5, 1, 1, 1),
     CascadeShape(32, 4, 2, 4),
+    CascadeShape(128, 3, 8, 128),
 ]
 
 

@@ -72,7 +72,7 @@ class Snapshots(RuleBasedStateMachine):
     def tokens_are_held_once_and_only_while_they_lead_to_a_snapshot(self) -> None:
         ends = range(self.page_size, 7, self.page_size)
         pages = {(key, *ids[:end]) for _, ids, key in self.kept for end in ends if end <= len(ids)}
-        assert self.tree.tokens == len(pages) * self.page_size
+        assert self.tree._tree.total_size() == len(pages) * self.page_size
 
 
 class SnapshotsOfPages(Snapshots):
