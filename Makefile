@@ -59,6 +59,7 @@ lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m pytest --quiet tests/unit/test_sizes.py tests/unit/test_rooms.py
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import lserve_cases
+import lserve_prompts
 import torch
 from cases import Shape
 from kascade import PrefillCase, Report, bench_prefill, milliseconds
-from lserve_cases import ATTEND, CALLS, EVERY, SCORE, SELECT, DecodeCase, PromptCase
+from lserve_cases import ATTEND, CALLS, EVERY, SCORE, SELECT, DecodeCase
+from lserve_prompts import PromptCase
 from run import Bench, commit, dense_calls, rotation, versions
 from timing import launches
 
@@ -49,10 +51,10 @@ def check_all(parts: list[str]) -> list[dict[str, float]]:
         context, batch = lserve_cases.CHECKED_DECODE
         found.append(DecodeCase(replace(model, context=context, batch=batch), 2).check())
     if "prefill" in parts:
-        shape = replace(model, context=lserve_cases.CHECKED_PREFILL, batch=1)
+        shape = replace(model, context=lserve_prompts.CHECKED_TOKENS, batch=1)
         found += [PromptCase(shape).check(), PrefillCase(1985).check()]
     if "chunks" in parts:
-        tokens = lserve_cases.CHECKED_PREFILL
+        tokens = lserve_prompts.CHECKED_TOKENS
         found.append(PromptCase(replace(model, context=tokens, batch=1), tokens // 3).check())
     return found
 

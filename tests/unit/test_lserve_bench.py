@@ -16,6 +16,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "kernels" / "bench"))
 import lserve  # isort: skip
 import lserve_cases  # isort: skip
+import lserve_prompts  # isort: skip
 import run  # isort: skip
 from cases import Shape  # isort: skip
 
@@ -31,10 +32,13 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     cases = {
         "DEVICE": "cpu", "MODEL": Shape(0, 0, heads=2, group=4, dim=64, budget=128),
-        "CHANGES": changes, "CHECKED_DECODE": (265, 2), "CHECKED_PREFILL": 325,
-        "CHECKED_PROMPT": {"min_tokens": 160, "fraction": 0.4}, "CALLS": 2,
-        "PROMPT": {"kind": "block_bounds", "floor": 128, "min_tokens": 160},
+        "CHANGES": changes, "CHECKED_DECODE": (265, 2), "CALLS": 2,
         "streaming_heads": lambda: HEADS,
+    }  # fmt: skip
+    prompts = {
+        "DEVICE": "cpu", "CHECKED_TOKENS": 325,
+        "CHECKED_PROMPT": {"min_tokens": 160, "fraction": 0.4},
+        "PROMPT": {"kind": "block_bounds", "floor": 128, "min_tokens": 160},
     }  # fmt: skip
     bench = {
         "DECODE": ((200, 1), (331, 1)), "PREFILL": (225, 300), "CALLS": 2,
@@ -44,10 +48,10 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
         "CHUNK": 100, "PREFIXES": (64, 128), "dense_chunk": lambda case: case.served,
         "PrefillCase": lambda tokens: SimpleNamespace(check=dict),
     }  # fmt: skip
-    for name, value in cases.items():
-        monkeypatch.setattr(lserve_cases, name, value)
-    for name, value in bench.items():
-        monkeypatch.setattr(lserve, name, value)
+    replaced = ((lserve_cases, cases), (lserve_prompts, prompts), (lserve, bench))
+    for module, values in replaced:
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(run, "time_calls", once)
     for module in (run, sys.modules["kascade"]):
         monkeypatch.setattr(module, "copy_bandwidth", lambda: 4e12)
@@ -103,7 +107,7 @@ def test_a_quick_report_holds_every_stage_of_one_shape_a_part(
 
 
 def test_a_prompt_in_which_no_tile_selects_is_refused_by_its_length() -> None:
-    case = lserve_cases.PromptCase(Shape(160, 1, heads=2, group=4, dim=64, budget=128))
+    case = lserve_prompts.PromptCase(Shape(160, 1, heads=2, group=4, dim=64, budget=128))
     with pytest.raises(ValueError, match="a prompt of 160 tokens: tiles select behind 160"):
         case.prompt(fraction=0.1)
 
@@ -127,16 +131,16 @@ def test_without_a_baseline_the_rest_is_reported_and_the_run_fails(
 @pytest.mark.parametrize(
     ("operator", "line"),
     [
-        ("lserve_cases.tile_mean", "Tensor-likes"),
-        ("lserve_cases.tile_attention", "attention"),
-        ("lserve_cases.select_topk", "select_topk"),
-        ("lserve_cases.page_minmax_score", "scores"),
+        ("tile_mean", "Tensor-likes"),
+        ("tile_attention", "attention"),
+        ("select_topk", "select_topk"),
+        ("page_minmax_score", "scores"),
     ],
 )
 def test_a_wrong_operator_of_a_prompt_ends_the_run(
     operator: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = getattr(lserve_cases, operator.split(".")[1])
+    right = getattr(lserve_prompts, operator)
 
     def wrong(*args: Any, impl: str, **kwargs: Any) -> None:
         right(*args, impl=impl, **kwargs)
@@ -146,7 +150,7 @@ def test_a_wrong_operator_of_a_prompt_ends_the_run(
         values = out.values if hasattr(out, "block_max") else out
         values[-1] += 1
 
-    monkeypatch.setattr(lserve_cases, operator.split(".")[1], wrong)
+    monkeypatch.setattr(lserve_prompts, operator, wrong)
     with pytest.raises(AssertionError, match=line):
         lserve.check_all(["prefill"])
 
