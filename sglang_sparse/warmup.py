@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Sequence
 
 _POLL_SECONDS = 0.5
-_END_SECONDS = 60
+_END_SECONDS = 10
 
 
 def server_command(args: Sequence[str], port: int) -> list[str]:
