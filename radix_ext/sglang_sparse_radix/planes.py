@@ -243,7 +243,9 @@ class SketchPlane:
                 keys = keys.clamp(-_FP8_MAX, _FP8_MAX)
             return {"key_sketch": Expected(_comparable(keys.to(dtype)), seen)}
         most = _INT8_MAX if dtype == torch.int8 else _INT4_MAX
-        scale = (keys.abs().amax(2) / most).clamp(max=_SCALE_MAX).half()  # [N, H, P]
+        largest = keys.abs().amax(2)
+        # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
+        scale = (largest / torch.full_like(largest, most)).clamp(max=_SCALE_MAX).half()  # [N, H, P]
         safe = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
         # Of 4 bits, one integer a byte: `of_pages` unpacks what is stored.
         codes = torch.round(keys / safe[:, :, None]).clamp(-most, most).to(torch.int8)
