@@ -20,7 +20,7 @@ import urllib.request
 from collections.abc import Sequence
 
 _POLL_SECONDS = 0.5
-_END_SECONDS = 10
+_END_SECONDS = 60
 
 
 def server_command(args: Sequence[str], port: int) -> list[str]:
@@ -70,9 +70,9 @@ def _answers(port: int) -> bool:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """End a server, first as Ctrl-C does, then all that is left of its session."""
+    """End a server, first by SIGTERM, then all that is left of its session."""
     if server.poll() is None:
-        server.send_signal(signal.SIGINT)
+        server.terminate()  # shells let what they start in the background ignore SIGINT
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_END_SECONDS)
     with contextlib.suppress(ProcessLookupError):
