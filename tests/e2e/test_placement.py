@@ -153,8 +153,10 @@ def test_requests_that_fit_are_those_none_of_which_is_retracted(server: Server) 
     live = server(RESIDENT)
     live.flush()
     command = [sys.executable, str(LOADTEST / "requests_that_fit.py"), "--base-url", live.url]
-    # The pool holds 1,024 tokens: room to begin three requests, and to finish two.
-    command += ["--length", "230", "--tokens", "130", "--most", "3", "--vocab", "1000"]
+    # The pool holds 1,024 tokens: room to begin three requests, and to finish two. SGLang admits
+    # the third, which may come late, by guesses of what the others still write: short prompts
+    # leave room for that until they have written some 100 tokens.
+    command += ["--length", "16", "--tokens", "360", "--most", "3", "--vocab", "1000"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
