@@ -3,11 +3,11 @@
 
     python3 loadtest/tensor_parallel.py --out tensor-parallel.json --commit HASH
 
-Starts four servers at once on two GPUs: the reference model with one rank and with two, and a
-Llama-3.1-8B shape with dummy weights, dense and sparse, with two ranks. First it checks that each
-server answers a prompt. If one does not within two minutes, the stacks of all its threads are
-printed. Then it compares the answers of two ranks with those of one. Last it measures the time per
-output token at long separate prompts.
+Part `answers`: for each method the reference model with one rank and with two, and whether two
+answer as one does. Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with
+two ranks, and the time per output token at long separate prompts. Servers of a part start at once.
+If one does not answer its first prompt within two minutes, the stacks of all its threads are
+printed.
 
 Servers run without custom all-reduce, and without NVLink multicast.
 """
@@ -53,6 +53,12 @@ SAFE = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+}
+# Head maps that were found for one rank would lead to heads that another rank has.
+UNMAPPED = {"layers": {"kind": "anchors", "anchors": [0, 1, 2, 3, 4], "reuse": "identity"}}
+ANSWERING: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("sparcas", "page_minmax", "psa", "psa_sketch", "lserve")},
+    **dict.fromkeys(("kascade", "kascade_sketch"), UNMAPPED),
 }
 COMMON = ["--disable-custom-all-reduce", "--cuda-graph-backend-prefill=disabled"]
 ANSWER_SECONDS = 120
@@ -227,73 +233,124 @@ def step_ms(server: Server, context: int, batch: int, repeats: int) -> dict[str,
     }
 
 
-def main() -> int:
-    """Run everything; the report is written after each part."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--method", default="kascade_sketch")
-    parser.add_argument("--context", type=int, default=120_000)
-    parser.add_argument("--batch", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    logs = Path(tempfile.mkdtemp(prefix="tensor-parallel-"))
+class Report:
+    """What was found so far; it is written after each part."""
+
+    def __init__(self, path: Path, **known: Any) -> None:
+        self.path, self.found = path, known
+
+    def note(self, **found: Any) -> None:
+        """Add to the report, write it, and say it in short."""
+        self.found |= found
+        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+        for name, value in found.items():
+            print(name, str(value)[:400], flush=True)
+
+
+def started(
+    lines: dict[str, tuple[str, list[str]]], report: Report, logs: Path
+) -> dict[str, Server]:
+    """Start servers by their devices and flags; those that answered a prompt."""
+    began = time.monotonic()
+    servers = {
+        name: start(name, 31100 + 50 * index, devices, flags, logs)
+        for index, (name, (devices, flags)) in enumerate(lines.items())
+    }
+    for name, server in servers.items():
+        found = first_answer(server, began)
+        report.note(**{f"start of {name}": found})
+        if not found["answered"]:
+            server.close()
+    return {name: server for name, server in servers.items() if server.process.poll() is None}
+
+
+def answers(methods: list[str], report: Report, logs: Path) -> bool:
+    """Whether two ranks answer as one does, method by method."""
+    common = ["--model-path", str(MODEL), "--max-total-tokens", "65536"]
+    common += ["--max-running-requests", "8", "--mem-fraction-static", "0.2"]
+    common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
+    lines: dict[str, tuple[str, list[str]]] = {}
+    for method in methods:
+        flags = [*common, "--sparse-method", method]
+        flags += ["--sparse-config", json.dumps(ANSWERING[method])]
+        lines |= {f"{method} 1": ("0", flags), f"{method} 2": ("0,1", [*flags, "--tp", "2"])}
+    servers = started(lines, report, logs)
+    equal, ranks = {}, {}
+    try:
+        for method in methods:
+            if {f"{method} 1", f"{method} 2"} <= servers.keys():
+                pair = servers[f"{method} 1"], servers[f"{method} 2"]
+                equal[method] = compare(*pair, count=40, length=3000, vocab=2000)
+                states = [server.call("/server_info")["internal_states"][0] for server in pair]
+                ranks[method] = states[1]["sparse"]["ranks"]
+                equal[method]["decode_steps"] = [s["sparse"]["decode_steps"] for s in states]
+                report.note(answers=equal)
+    finally:
+        for server in servers.values():
+            server.close()
+    report.note(ranks=ranks)
+    return len(equal) == len(methods) and all(found["ok"] for found in equal.values())
+
+
+def speed(args: argparse.Namespace, report: Report, logs: Path) -> bool:
+    """Milliseconds per output token of two ranks, sparse beside dense."""
     (logs / "llama").mkdir()
     (logs / "llama" / "config.json").write_text(json.dumps(LLAMA))
-    reference = ["--model-path", str(MODEL), "--max-total-tokens", "65536"]
-    reference += ["--max-running-requests", "8", "--mem-fraction-static", "0.2"]
-    sparse = ["--attention-backend", "sparse", "--sparse-method"]
     shape = ["--model-path", str(logs / "llama"), "--load-format", "dummy"]
     shape += ["--skip-tokenizer-init", "--max-running-requests", "8", "--tp", "2"]
     shape += ["--mem-fraction-static", "0.85"]
     shape += ["--max-total-tokens", str(args.batch * (args.context + 512) + 8192)]
-    one_rank = [*reference, *sparse, "sparcas"]
+    sparse = ["--attention-backend", "sparse", "--sparse-method", args.method]
     lines = {
-        "reference-1": ("0", one_rank),
-        "reference-2": ("0,1", [*one_rank, "--tp", "2"]),
-        "sparse-2": ("0,1", [*shape, *sparse, args.method]),
-        "dense-2": ("0,1", [*shape, "--attention-backend", "flashinfer"]),
+        "sparse": ("0,1", [*shape, *sparse]),
+        "dense": ("0,1", [*shape, "--attention-backend", "flashinfer"]),
     }
-    report: dict[str, Any] = {"commit": args.commit, "method": args.method, "starts": {}}
-    servers: dict[str, Server] = {}
-
-    def write() -> None:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
-
+    servers = started(lines, report, logs)
     try:
-        began = time.monotonic()
-        for index, (name, (devices, flags)) in enumerate(lines.items()):
-            servers[name] = start(name, 31100 + 50 * index, devices, flags, logs)
-        for name, server in servers.items():
-            found = report["starts"][name] = first_answer(server, began)
-            print(name, {key: found[key] for key in found if key not in ("stacks", "log")})
-            if "log" in found:
-                print(found["log"])
-            write()
-        answered = {name for name, found in report["starts"].items() if found["answered"]}
-        if {"reference-1", "reference-2"} <= answered:
-            pair = servers["reference-1"], servers["reference-2"]
-            report["answers"] = compare(*pair, count=40, length=3000, vocab=2000)
-            print("answers", report["answers"], flush=True)
-            report["ranks"] = pair[1].call("/server_info")["internal_states"][0]["sparse"]["ranks"]
-            write()
-        for name in ("reference-1", "reference-2"):
-            servers[name].close()
-        for name in ("sparse-2", "dense-2"):
-            if name in answered:
-                report[name] = step_ms(servers[name], args.context, args.batch, args.repeats)
-                print(name, report[name]["ms_per_token"], flush=True)
-                write()
-            servers[name].close()
-        if {"sparse-2", "dense-2"} <= answered:
-            ratio = report["dense-2"]["ms_per_token"] / report["sparse-2"]["ms_per_token"]
-            report["times_faster"] = ratio
-            print(f"sparse is {ratio:.2f} times faster than dense on two GPUs")
-            write()
+        if servers.keys() != lines.keys():
+            return False
+        found = {
+            name: step_ms(server, args.context, args.batch, args.repeats)
+            for name, server in servers.items()
+        }
+        report.note(**found)
+        ratio = found["dense"]["ms_per_token"] / found["sparse"]["ms_per_token"]
+        report.note(times_faster=round(ratio, 3))
+        return True
     finally:
         for server in servers.values():
             server.close()
-    return 0 if report.get("answers", {}).get("ok") and "times_faster" in report else 1
+
+
+def main() -> int:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default="")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("answers", "speed"), default=["answers", "speed"]
+    )
+    parser.add_argument(
+        "--answering", nargs="+", choices=ANSWERING, default=["sparcas"], metavar="METHOD",
+        help="methods whose answers are compared",
+    )  # fmt: skip
+    parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
+    parser.add_argument("--context", type=int, default=120_000)
+    parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--logs", type=Path, help="folder of the servers' logs; a new one by default"
+    )
+    args = parser.parse_args()
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="tensor-parallel-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    report = Report(args.out, commit=args.commit, method=args.method)
+    done = []
+    if "answers" in args.parts:
+        done.append(answers(args.answering, report, logs))
+    if "speed" in args.parts:
+        done.append(speed(args, report, logs))
+    return 0 if all(done) else 1
 
 
 if __name__ == "__main__":
