@@ -29,8 +29,6 @@ ALLOWED_LOGICAL_PAGES = (16, 32, 64)
 _FP8_MAX = 448.0
 _INT8_MAX = 127.0
 _INT4_MAX = 7.0
-_INT4_REACHES = (1.0, 7 / 8, 3 / 4)  # of seven steps, in largest keys
-_INT4_PARTS = 504  # of a largest key, in which errors are counted
 _SCALE_MAX = 65504.0
 
 
@@ -244,33 +242,17 @@ class SketchPlane:
             if dtype == FP8:
                 keys = keys.clamp(-_FP8_MAX, _FP8_MAX)
             return {"key_sketch": Expected(_comparable(keys.to(dtype)), seen)}
-        codes, scale = _integers(keys, dtype)
+        most = _INT8_MAX if dtype == torch.int8 else _INT4_MAX
+        largest = keys.abs().amax(2)
+        # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
+        scale = (largest / torch.full_like(largest, most)).clamp(max=_SCALE_MAX).half()  # [N, H, P]
+        safe = torch.where(scale > 0, scale, torch.ones_like(scale)).float()
+        # Of 4 bits, one integer a byte: `of_pages` unpacks what is stored.
+        codes = torch.round(keys / safe[:, :, None]).clamp(-most, most).to(torch.int8)
         return {
-            # Of 4 bits, one integer a byte: `of_pages` unpacks what is stored.
             "key_sketch": Expected(codes, seen),
             "key_sketch_scale": Expected(scale, written[:, None, :]),
         }
-
-
-def _integers(keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales [N, H, P] of keys [N, H, D, P]; in 4 bits with the best of three reaches."""
-    most, reaches = (_INT8_MAX, (1.0,)) if dtype == torch.int8 else (_INT4_MAX, _INT4_REACHES)
-    largest = keys.abs().amax(2)
-    # Tensor divisors: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
-    scales = [
-        (largest * reach / torch.full_like(largest, most)).clamp(max=_SCALE_MAX).half()
-        for reach in reaches
-    ]
-    codes, errors = [], []
-    safe = torch.where(largest > 0, largest, 1.0)[:, :, None]
-    for scale, reach in zip(scales, reaches, strict=True):
-        step = torch.where(scale > 0, scale, torch.ones_like(scale)).float()[:, :, None]
-        codes.append(torch.round(keys / step).clamp(-most, most))
-        far = torch.round(keys / safe * _INT4_PARTS) - codes[-1] * (_INT4_PARTS * reach / most)
-        errors.append(far.square().sum(2))
-    best = torch.stack(errors).argmin(0)  # the first of equal ones
-    chosen = torch.stack(codes).gather(0, best[None, :, :, None].expand(1, *keys.shape))[0]
-    return chosen.to(torch.int8), torch.stack(scales).gather(0, best[None])[0]
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:

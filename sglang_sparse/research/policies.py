@@ -126,19 +126,9 @@ def stored(k: Tensor, storage: Storage) -> Tensor:
         return k.to(torch.float8_e4m3fn).to(k.dtype)
     if storage == "bf16":
         return k.bfloat16().to(k.dtype)
-    most, steps = (127, (1.0,)) if storage == "int8" else (7, (1.0, 7 / 8, 3 / 4))
-    keys = k.float()
-    largest = keys.abs().amax(-1, keepdim=True)
-    kept, least = keys, torch.full_like(largest, torch.inf)
-    for step in steps:
-        scale = (largest * step / most).half().float().clamp_min(1e-30)
-        codes = (keys / scale).round().clamp(-most, most)
-        # What is compared is rounded, as kernels round it: to 504ths of the largest key.
-        far = (keys / largest.clamp_min(1e-30) * 504).round() - codes * (504 * step / most)
-        error = far.square().sum(-1, keepdim=True)
-        kept = torch.where(error < least, codes * scale, kept)
-        least = torch.minimum(error, least)
-    return kept.to(k.dtype)
+    most = 127 if storage == "int8" else 7
+    scale = (k.float().abs().amax(-1, keepdim=True) / most).half().float().clamp_min(1e-30)
+    return ((k.float() / scale).round().clamp(-most, most) * scale).to(k.dtype)
 
 
 def sparcas_scores(q: Tensor, sketch: Tensor, channels: int) -> Tensor:

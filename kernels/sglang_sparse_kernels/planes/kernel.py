@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..common import next_power_of_2
 from ..triton_ops import cast, pages_of, slots_of
-from .types import FP8_MAX, INT4_MAX, INT4_STEPS, INT4_ZERO, INT8_MAX, SCALE_MAX, PlaneBuffers
+from .types import FP8_MAX, INT4_MAX, INT4_ZERO, INT8_MAX, SCALE_MAX, PlaneBuffers
 
 
 def _sketch_tile(max_new_tokens: int, page_size: int) -> tuple[int, int]:
@@ -48,44 +48,6 @@ def _round_to_e4m3(b_x):
     # The sum lost the sign of a zero.
     b_sign = b_bits & -2147483648
     return (b_x.to(tl.int32, bitcast=True) | b_sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scales(b_largest, int_max, scale_max):
-    """float16 scales with which ``b_largest`` becomes ``int_max``."""
-    return tl.minimum(tl.div_rn(b_largest, int_max), scale_max).to(tl.float16)
-
-
-@triton.jit
-def _codes(b_k, b_scale, int_max):
-    b_safe = tl.where(b_scale > 0, b_scale.to(tl.float32), 1.0)
-    b_k = tl.div_rn(b_k, b_safe[:, None] + tl.zeros_like(b_k))
-    # The scale was rounded, so the largest may lie a little over.
-    b_k = tl.minimum(tl.maximum(b_k, -int_max), int_max)
-    return _round_half_even(b_k, tl.full((), 1.0, tl.float32))
-
-
-@triton.jit
-def _int4(b_k, int_max, scale_max, STEPS: tl.constexpr):
-    """Integers [BT, BD] and scales [BT] of the step with the least squared error."""
-    b_largest = tl.max(tl.abs(b_k), 1)
-    b_reach = tl.where(b_largest > 0, b_largest, 1.0)
-    b_place = tl.div_rn(b_k, b_reach[:, None] + tl.zeros_like(b_k)) * (int_max * STEPS[0])
-    b_place = _round_half_even(b_place, tl.full((), 1.0, tl.float32))
-    b_scale = _scales(b_largest, int_max, scale_max)
-    b_code = _codes(b_k, b_scale, int_max)
-    b_far = b_place - b_code * STEPS[0]
-    b_least = tl.sum(b_far * b_far, 1)
-    for i in tl.static_range(1, len(STEPS)):
-        b_narrower = _scales(b_largest * (STEPS[i] / STEPS[0]), int_max, scale_max)
-        b_other = _codes(b_k, b_narrower, int_max)
-        b_far = b_place - b_other * STEPS[i]
-        b_error = tl.sum(b_far * b_far, 1)
-        b_better = b_error < b_least
-        b_least = tl.where(b_better, b_error, b_least)
-        b_scale = tl.where(b_better, b_narrower, b_scale)
-        b_code = tl.where(b_better[:, None], b_other, b_code)
-    return b_code, b_scale
 
 
 @triton.jit
@@ -149,7 +111,6 @@ def update_sketch_kernel(
     RUN: tl.constexpr,
     FORMAT: tl.constexpr,
     ZERO: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
     i_t, i_r = tl.program_id(0), tl.program_id(1)
     i_l, i_h = tl.program_id(2) // H, tl.program_id(2) % H
@@ -172,12 +133,14 @@ def update_sketch_kernel(
         entry = (i_l.to(tl.int64) * num_pages + page) * H + i_h
         if FORMAT == "fp8":
             b_k = _round_to_e4m3(tl.minimum(tl.maximum(b_k, -fp8_max), fp8_max))
-        elif FORMAT == "int8":
-            b_scale = _scales(tl.max(tl.abs(b_k), 1), int_max, scale_max)
-            b_k = _codes(b_k, b_scale, int_max)
-            tl.store(key_sketch_scale + entry * PAGE + o_p, b_scale, mask=m_t)
-        elif FORMAT == "int4":
-            b_k, b_scale = _int4(b_k, int_max, scale_max, STEPS)
+        elif FORMAT == "int8" or FORMAT == "int4":
+            b_scale = tl.minimum(tl.div_rn(tl.max(tl.abs(b_k), 1), int_max), scale_max)
+            b_scale = b_scale.to(tl.float16)
+            b_safe = tl.where(b_scale > 0, b_scale.to(tl.float32), 1.0)
+            b_k = tl.div_rn(b_k, b_safe[:, None] + tl.zeros_like(b_k))
+            # The scale was rounded, so the largest may lie a little over.
+            b_k = tl.minimum(tl.maximum(b_k, -int_max), int_max)
+            b_k = _round_half_even(b_k, tl.full((), 1.0, tl.float32))
             tl.store(key_sketch_scale + entry * PAGE + o_p, b_scale, mask=m_t)
         # The page's part of its run. The next channel lies a whole run further.
         PART: tl.constexpr = PAGE // 2 if FORMAT == "int4" else PAGE
@@ -299,7 +262,6 @@ def update_planes_triton(
             RUN=planes.key_sketch.shape[4],
             FORMAT=_FORMATS[planes.key_sketch.dtype],
             ZERO=INT4_ZERO,
-            STEPS=INT4_STEPS,
             num_warps=warps,
         )
     bounds = planes.page_mean_low if planes.page_min is None else planes.page_min

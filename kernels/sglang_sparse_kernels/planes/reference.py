@@ -10,7 +10,6 @@ from ..common import FP8, accumulate_dtype, computable, put, take
 from .types import (
     FP8_MAX,
     INT4_MAX,
-    INT4_STEPS,
     INT4_ZERO,
     INT8_MAX,
     SCALE_DTYPE,
@@ -27,48 +26,19 @@ def quantize_sketch(
     """Keys [..., D] in the sketch's ``dtype``, with the scale of integers [...] float16 or None.
 
     fp8 saturates at +-448; integers are symmetric per token and head, rounding halves to even.
-    4-bit integers are returned as uint8, one a byte, with 8 added. Fifteen steps are few, so a
-    token takes the one of ``INT4_STEPS`` with the least squared error: its largest keys may be cut
-    so that the others are nearer.
+    4-bit integers are returned as uint8, one a byte, with 8 added.
     """
     if dtype == FP8:
         return keys.clamp(-FP8_MAX, FP8_MAX).to(dtype), None
-    if dtype == torch.int8:
-        scale = _scale(keys.float().abs().amax(-1), INT8_MAX)
-        return _codes(keys.float(), scale, INT8_MAX).to(dtype), scale
     if has_scale(dtype):
-        codes, scale = _int4(keys.float())
-        return (codes + INT4_ZERO).to(dtype), scale
+        most, zero = (INT8_MAX, 0) if dtype == torch.int8 else (INT4_MAX, INT4_ZERO)
+        keys = keys.float()
+        largest = keys.abs().amax(-1)
+        # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
+        scale = (largest / torch.full_like(largest, most)).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
+        safe = torch.where(scale > 0, scale, 1.0).float()
+        return ((keys / safe[..., None]).round().clamp(-most, most) + zero).to(dtype), scale
     return keys.to(dtype), None
-
-
-def _scale(largest: torch.Tensor, most: float) -> torch.Tensor:
-    """Scale with which ``largest`` becomes ``most``."""
-    # A tensor divisor: CUDA multiplies by the reciprocal of a scalar one, which rounds twice.
-    return (largest / torch.full_like(largest, most)).clamp(max=SCALE_MAX).to(SCALE_DTYPE)
-
-
-def _codes(keys: torch.Tensor, scale: torch.Tensor, most: float) -> torch.Tensor:
-    safe = torch.where(scale > 0, scale, 1.0).float()
-    return (keys / safe[..., None]).round().clamp(-most, most)
-
-
-def _int4(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers of -7 to 7 and scales of float32 keys [..., D]; of equal steps the widest."""
-    largest, widest = keys.abs().amax(-1), INT4_STEPS[0]
-    reach = torch.where(largest > 0, largest, 1.0)[..., None]
-    places = (keys / reach * (INT4_MAX * widest)).round()
-    scale = _scale(largest, INT4_MAX)
-    codes = _codes(keys, scale, INT4_MAX)
-    least = (places - codes * widest).square().sum(-1)
-    for step in INT4_STEPS[1:]:
-        narrower = _scale(largest * (step / widest), INT4_MAX)
-        others = _codes(keys, narrower, INT4_MAX)
-        error = (places - others * step).square().sum(-1)
-        better = error < least
-        scale, least = torch.where(better, narrower, scale), torch.where(better, error, least)
-        codes = torch.where(better[..., None], others, codes)
-    return codes, scale
 
 
 def by_page(sketch: torch.Tensor, page_size: int) -> torch.Tensor:

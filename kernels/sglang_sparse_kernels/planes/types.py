@@ -24,10 +24,6 @@ SCALE_DTYPE = torch.float16
 SCALE_MAX = 65504.0
 INT4_ZERO = 8
 """Added to a 4-bit integer before it is stored, so that it is not negative."""
-INT4_STEPS = (72, 63, 54)
-"""Steps that a token's 4-bit integers are tried with, in 504ths of its largest key: seven of them
-reach as far as it, to 7/8 and to 3/4 of it. Sums of squared errors in these units are whole numbers
-below 2**24 for up to 256 channels, so that every order of summation picks the same step."""
 
 
 RUN_TOKENS = 128

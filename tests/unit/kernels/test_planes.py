@@ -10,7 +10,6 @@ from kernel_cases import DEVICE, Batch, poison
 
 from sglang_sparse_kernels import PlaneBuffers, PlaneShape, quantize_sketch, update_planes
 from sglang_sparse_kernels.planes import by_page, sketch_values
-from sglang_sparse_kernels.planes.types import INT4_STEPS
 
 SKETCHES = ("fp8", "int8", "int4", "bf16")
 
@@ -104,34 +103,6 @@ def test_kernel_equals_the_reference_bit_for_bit(
     update(batch, want, start, end, "torch")
     for name, plane in as_bytes(got).items():
         assert torch.equal(plane, as_bytes(want)[name]), name
-
-
-def test_four_bits_take_the_step_with_the_least_squared_error() -> None:
-    generator = torch.Generator().manual_seed(23)
-    keys = torch.randn(500, 128, generator=generator)
-    keys[:, :3] *= torch.rand(500, 3, generator=generator) * 8  # channels that stand out, as K's do
-    codes, scale = quantize_sketch(keys, torch.uint8)
-    assert scale is not None
-    largest = keys.abs().amax(-1)
-    errors = []
-    for share in (1, 7 / 8, 3 / 4):
-        step = (largest * share / 7).half().float()[:, None]
-        errors.append(((keys / step).round().clamp(-7, 7) * step - keys).norm(dim=-1))
-    best = torch.stack(errors).amin(0)
-    got = ((codes.float() - 8) * scale.float()[:, None] - keys).norm(dim=-1)
-    # Compared are keys rounded to 504ths of the largest, and steps not yet rounded to fp16: each
-    # error is off by at most half of such a part and seven roundings of a step, in both of two.
-    off = 2 * (0.5 / 504 + 2**-11) * largest * 128**0.5
-    assert bool((got <= best + off).all())
-    ratio = scale.float() * 7 / largest
-    assert {round(float(r), 3) for r in ratio} == {1.0, 0.875, 0.75}
-    assert float((got / errors[0]).mean()) < 0.95
-
-
-def test_whole_numbers_make_every_order_of_summation_alike() -> None:
-    most = 7 * INT4_STEPS[0]
-    assert 256 * (most - 7 * INT4_STEPS[-1]) ** 2 < 2**24
-    assert [step / INT4_STEPS[0] for step in INT4_STEPS] == [1, 7 / 8, 3 / 4]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
