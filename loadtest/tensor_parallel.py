@@ -26,6 +26,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -247,21 +249,25 @@ class Report:
             print(name, str(value)[:400], flush=True)
 
 
+@contextmanager
 def started(
     lines: dict[str, tuple[str, list[str]]], report: Report, logs: Path
-) -> dict[str, Server]:
-    """Start servers by their devices and flags; those that answered a prompt."""
-    began = time.monotonic()
-    servers = {
-        name: start(name, 31100 + 50 * index, devices, flags, logs)
-        for index, (name, (devices, flags)) in enumerate(lines.items())
-    }
-    for name, server in servers.items():
-        found = first_answer(server, began)
-        report.note(**{f"start of {name}": found})
-        if not found["answered"]:
+) -> Iterator[dict[str, Server]]:
+    """Servers by their devices and flags; yields those that answered a prompt, and ends all."""
+    began, servers = time.monotonic(), {}
+    try:
+        for index, (name, (devices, flags)) in enumerate(lines.items()):
+            servers[name] = start(name, 31100 + 50 * index, devices, flags, logs)
+        answered = {}
+        for name, server in servers.items():
+            found = first_answer(server, began)
+            report.note(**{f"start of {name}": found})
+            if found["answered"]:
+                answered[name] = server
+        yield answered
+    finally:
+        for server in servers.values():
             server.close()
-    return {name: server for name, server in servers.items() if server.process.poll() is None}
 
 
 def answers(methods: list[str], report: Report, logs: Path) -> bool:
@@ -274,9 +280,8 @@ def answers(methods: list[str], report: Report, logs: Path) -> bool:
         flags = [*common, "--sparse-method", method]
         flags += ["--sparse-config", json.dumps(ANSWERING[method])]
         lines |= {f"{method} 1": ("0", flags), f"{method} 2": ("0,1", [*flags, "--tp", "2"])}
-    servers = started(lines, report, logs)
     equal, ranks = {}, {}
-    try:
+    with started(lines, report, logs) as servers:
         for method in methods:
             if {f"{method} 1", f"{method} 2"} <= servers.keys():
                 pair = servers[f"{method} 1"], servers[f"{method} 2"]
@@ -284,11 +289,7 @@ def answers(methods: list[str], report: Report, logs: Path) -> bool:
                 states = [server.call("/server_info")["internal_states"][0] for server in pair]
                 ranks[method] = states[1]["sparse"]["ranks"]
                 equal[method]["decode_steps"] = [s["sparse"]["decode_steps"] for s in states]
-                report.note(answers=equal)
-    finally:
-        for server in servers.values():
-            server.close()
-    report.note(ranks=ranks)
+                report.note(answers=equal, ranks=ranks)
     return len(equal) == len(methods) and all(found["ok"] for found in equal.values())
 
 
@@ -305,21 +306,16 @@ def speed(args: argparse.Namespace, report: Report, logs: Path) -> bool:
         "sparse": ("0,1", [*shape, *sparse]),
         "dense": ("0,1", [*shape, "--attention-backend", "flashinfer"]),
     }
-    servers = started(lines, report, logs)
-    try:
-        if servers.keys() != lines.keys():
-            return False
-        found = {
-            name: step_ms(server, args.context, args.batch, args.repeats)
-            for name, server in servers.items()
-        }
-        report.note(**found)
-        ratio = found["dense"]["ms_per_token"] / found["sparse"]["ms_per_token"]
-        report.note(times_faster=round(ratio, 3))
-        return True
-    finally:
-        for server in servers.values():
-            server.close()
+    found = {}
+    with started(lines, report, logs) as servers:
+        for name, server in servers.items():
+            found[name] = step_ms(server, args.context, args.batch, args.repeats)
+            report.note(**{name: found[name]})
+    if found.keys() != lines.keys():
+        return False
+    ratio = found["dense"]["ms_per_token"] / found["sparse"]["ms_per_token"]
+    report.note(times_faster=round(ratio, 3))
+    return True
 
 
 def main() -> int:
