@@ -21,6 +21,7 @@ from ..triton_ops import (
     scaled_logits,
     slots_of,
     tail_positions,
+    widened,
 )
 from .types import num_splits
 
@@ -156,7 +157,7 @@ def attend_split_kernel(
             o_kv = (b_row.to(tl.int64) * H + i_h) * D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
-        b_k = b_k.to(b_q.dtype)
+        b_k = widened(b_k, b_q.dtype)
         # [BG, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)
@@ -174,7 +175,7 @@ def attend_split_kernel(
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
-        b_v = b_v.to(b_q.dtype)
+        b_v = widened(b_v, b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
     b_acc *= kv.v_scale

@@ -24,6 +24,7 @@ from ..triton_ops import (
     selects_anew,
     slots_of,
     store_scores,
+    widened,
 )
 from .types import TILE_TOKENS, ExactWorkspace, num_splits
 
@@ -79,7 +80,7 @@ def exact_logits_kernel(
             o_k = (slots_of(p_table, o_n, m_n, PAGE).to(tl.int64) * H + i_h) * D
             # [BN, D]
             b_k = tl.load(kv.k + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-            b_k = b_k.to(b_q.dtype)
+            b_k = widened(b_k, b_q.dtype)
             # [BG, BN]
             b_s = dot(b_q, tl.trans(b_k), tl.zeros((BG, BN), tl.float32))
             b_s = scaled_logits(b_s, scale_log2, logit_cap, HAS_CAP)

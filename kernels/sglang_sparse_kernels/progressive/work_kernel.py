@@ -26,6 +26,7 @@ from ..triton_ops import (
     scaled_logits,
     slots_of,
     tail_positions,
+    widened,
 )
 from .rank_kernel import forced_range, prologue_units
 
@@ -230,7 +231,7 @@ def _attend_tiles(
         n_blocks, goes_on = tl.cdiv(tokens, L.UNIT), at > 0
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
-        b_k = b_k.to(b_q.dtype)
+        b_k = widened(b_k, b_q.dtype)
         # [BG, BN], for exp2
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((T.BG, L.BN), tl.float32))
         b_s = scaled_logits(b_s, queries.scale_log2, queries.logit_cap, T.HAS_CAP)
@@ -256,8 +257,10 @@ def _attend_tiles(
         if L.OUTPUT:
             # [BN, HALF]
             p_v = kv.v + o_kv[:, None] + o_h[None, :]
-            b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0).to(b_q.dtype)
-            b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0).to(b_q.dtype)
+            b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
+            b_v = widened(b_v, b_q.dtype)
+            b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
+            b_w = widened(b_w, b_q.dtype)
             b_weight = cast(b_p, b_v.dtype)
             b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
             b_left = dot(b_weight, b_v, b_left)

@@ -21,6 +21,7 @@ from ..triton_ops import (
     overlapping,
     slots_of,
     store_scores,
+    widened,
 )
 
 # Measured on one H200.
@@ -81,9 +82,9 @@ def page_minmax_score_kernel(
             o_e = (b_entry * S.H + i_h)[:, None] * S.D + o_d[None, :]
             m_e = m_u[:, None] & m_d[None, :]
             # [BT, BD]
-            b_max = tl.load(page_max + o_e, mask=m_e, other=0.0).to(b_q.dtype)
+            b_max = widened(tl.load(page_max + o_e, mask=m_e, other=0.0), b_q.dtype)
             # [BT, BD]
-            b_min = tl.load(page_min + o_e, mask=m_e, other=0.0).to(b_q.dtype)
+            b_min = widened(tl.load(page_min + o_e, mask=m_e, other=0.0), b_q.dtype)
             # [BT, BG]
             b_a = dot(b_max, b_up, tl.zeros((BT, S.BG), tl.float32))
             b_a = dot(b_min, b_down, b_a)

@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 
 from ..records import KVView, Lists, Softmax
-from ..triton_ops import cast, constants, dot, online_softmax, row_table, scaled_logits, slots_of
+from ..triton_ops import (
+    cast,
+    constants,
+    dot,
+    online_softmax,
+    row_table,
+    scaled_logits,
+    slots_of,
+    widened,
+)
 from .score_kernel import TileShape, load_queries
 from .types import TilePlan
 
@@ -83,7 +92,7 @@ def tile_attend_kernel(
         o_kv = (slots_of(p_table, b_pos, m_n, S.PAGE).to(tl.int64) * S.H + i_h) * S.D
         # [BN, D]
         b_k = tl.load(kv.k + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-        b_k = b_k.to(b_q.dtype)
+        b_k = widened(b_k, b_q.dtype)
         # [BM, BN]
         b_s = dot(b_q, tl.trans(b_k), tl.zeros((S.BM, S.BN), tl.float32))
         b_s = scaled_logits(b_s, scale_log2, logit_cap, S.HAS_CAP)
@@ -95,7 +104,7 @@ def tile_attend_kernel(
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-        b_v = b_v.to(b_q.dtype)
+        b_v = widened(b_v, b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
     b_out = b_acc * kv.v_scale / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     o_o = ((q_row + o_m // S.G).to(tl.int64) * S.H + i_h) * S.G + o_m % S.G
