@@ -36,8 +36,10 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.16, 0.17, 0.17, 0.16, 0.12, 0.10, 0.12])
+_READING_WEIGHTS = np.array([0.10, 0.20, 0.16, 0.20, 0.14, 0.08, 0.12])
 _READING_SHARE = 0.7
+# Share of the reading tasks with words and sentences beyond those of the training split.
+_WIDE_SHARE = 0.8
 _WORD_TASK_SHARE = 0.04
 _OWN_FILLER_SHARE = 0.3
 _NOUNS = tuple(
@@ -86,6 +88,10 @@ def general_fact(rng: np.random.Generator, split: Split, length: int) -> Problem
         form = _FACT_FORMS[int(rng.integers(len(_FACT_FORMS)))]
         questions.append(Question("fact", form.format(subject), statement, ()))
     return Problem(tuple(needles), tuple(questions))
+
+
+def _split(rng: np.random.Generator) -> Split:
+    return "wide" if rng.random() < _WIDE_SHARE else "train"
 
 
 def _reworded(rng: np.random.Generator, question: Question) -> Question:
@@ -186,7 +192,7 @@ class RowMaker:
         if rng.random() < _READING_SHARE:
             reading = str(rng.choice(_READING, p=_READING_WEIGHTS))
             if reading == "dialogue":  # its questions lean on those before
-                return TASKS[reading](rng, "train", length)
+                return TASKS[reading](rng, _split(rng), length)
             # The other tasks are learnt from few answers; long rows are few, so they ask for more.
             names = [reading, *names[: max(2, length // 2048)]]
         needles: list[Needle] = []
@@ -194,7 +200,7 @@ class RowMaker:
         style: FillerStyle = "text"
         for name in names:
             make = general_fact if name == "fact" else TASKS[name]
-            problem = make(rng, "train", length)
+            problem = make(rng, _split(rng) if name in READING_TASKS else "train", length)
             if needles and 17 * (len(needles) + len(problem.needles)) > length // 3:
                 continue
             needles += problem.needles

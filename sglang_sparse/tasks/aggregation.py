@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.needles import join
 from sglang_sparse.tasks.reading import room_for
 from sglang_sparse.tasks.relations import Forms, capital, entities, noun, say, wrapped
@@ -30,6 +31,7 @@ VISITS = Forms(
         "Someone recognized {s} at the door of {v}.",
         "Before lunch {s} had already looked around in {v}.",
     ),
+    more.VISITS,
 )
 VISIT_QUESTIONS = Forms(
     (
@@ -41,6 +43,7 @@ VISIT_QUESTIONS = Forms(
         "Name each building that saw {s} that day.",
         "Could you list all the stops of {s}?",
     ),
+    more.VISIT_QUESTIONS,
 )
 VOTES = Forms(
     (
@@ -53,6 +56,7 @@ VOTES = Forms(
         "{p} put down {v} for {s}.",
         "When asked about {s}, {p} answered {v}.",
     ),
+    more.VOTES,
 )
 VOTE_QUESTIONS = Forms(
     (
@@ -64,6 +68,7 @@ VOTE_QUESTIONS = Forms(
         "Count the votes on {s}: which town leads?",
         "Which town is the most popular for {s}?",
     ),
+    more.VOTE_QUESTIONS,
 )
 
 

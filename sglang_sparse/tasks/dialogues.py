@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.reading import answered, room_for
-from sglang_sparse.tasks.relations import RELATIONS, Forms, entities, noun, say, wrapped
+from sglang_sparse.tasks.relations import RELATIONS, Forms, entities, noun, say, statement, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
 from sglang_sparse.tasks.words import Split
 
@@ -18,10 +19,12 @@ CORRECTIONS = Forms(
         "Forget what I wrote earlier. {f}",
     ),
     ("I was wrong above, please note: {f}", "News, and it replaces the old: {f}"),
+    more.CORRECTIONS,
 )
 FOLLOW_UPS = Forms(
     ("And {s}?", "What about {s}?", "Now the same for {s}."),
     ("How about {s}?", "The same question again, but for {s}."),
+    more.FOLLOW_UPS,
 )
 
 
@@ -42,7 +45,7 @@ def dialogue(rng: Rng, split: Split, length: int) -> Problem:
     latest: dict[str, list[tuple[float, str]]] = {}
 
     def state(subject: str, word: str, depth: float, frame: str = "{f}") -> None:
-        template = relation.statements.draw(rng, split)
+        template = statement(rng, split, relation)
         text = say(template, subject, noun(relation.value, word))
         needles.append(Needle(frame.format(f=text), depth))
         latest.setdefault(subject, []).append((depth, word))

@@ -9,7 +9,15 @@ from itertools import product
 import numpy as np
 
 from sglang_sparse.tasks.needles import depths, fact, pick
-from sglang_sparse.tasks.relations import RELATIONS, Relation, entities, noun, say, wrapped
+from sglang_sparse.tasks.relations import (
+    RELATIONS,
+    Relation,
+    entities,
+    noun,
+    say,
+    statement,
+    wrapped,
+)
 from sglang_sparse.tasks.sample import Needle, Problem, Question
 from sglang_sparse.tasks.vocabulary import pool
 from sglang_sparse.tasks.words import Split
@@ -83,7 +91,7 @@ def _told(rng: Rng, split: Split, length: int, task: str) -> Problem:
     for name, word, depth in zip(subjects, values, depths(rng, count), strict=True):
         subject, value = noun(relation.subject, name), noun(relation.value, word)
         plainly, question = task == "forms", relation.question
-        template = relation.plain if plainly else relation.statements.draw(rng, split)
+        template = relation.plain if plainly else statement(rng, split, relation)
         if plainly:
             question = wrapped(rng, split, say(relation.questions.draw(rng, split), subject))
         needles.append(Needle(say(template, subject, value), depth))
@@ -116,7 +124,7 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
                 noun(relation.subject, nodes[step]),
                 noun(relation.value, nodes[step + 1]),
             )
-            template = relation.statements.draw(rng, split)
+            template = statement(rng, split, relation)
             needles.append(Needle(say(template, subject, value), float(rng.random())))
             hops.append(say(relation.plain, subject, value))
         phrase = noun(chain[0].subject, nodes[0])

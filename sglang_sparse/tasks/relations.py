@@ -8,11 +8,12 @@ plain and known to both. An answer has one form, which restates the fact before 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.vocabulary import Kind, names, pool
 from sglang_sparse.tasks.words import Split
 
@@ -23,14 +24,17 @@ _ARTICLE = {"place": "the ", "thing": "the ", "river": "the ", "animal": "a ", "
 
 @dataclass(frozen=True)
 class Forms:
-    """Templates of one purpose, by split."""
+    """Templates of one purpose, by split; ``wide`` ones come beside those of ``train``."""
 
     train: tuple[str, ...]
     heldout: tuple[str, ...]
+    wide: tuple[str, ...] = ()
 
     def draw(self, rng: Rng, split: Split) -> str:
         """One template of a split."""
-        own = self.train if split == "train" else self.heldout
+        own = self.heldout if split == "heldout" else self.train
+        if split == "wide":
+            own += self.wide
         return own[int(rng.integers(len(own)))]
 
 
@@ -55,7 +59,7 @@ class Relation:
     phrase: Forms
 
 
-RELATIONS: dict[str, Relation] = {
+_RELATIONS: dict[str, Relation] = {
     "lives": Relation(
         "person",
         "town",
@@ -308,6 +312,16 @@ RELATIONS: dict[str, Relation] = {
     ),
 }
 
+RELATIONS = {
+    name: replace(
+        relation,
+        statements=replace(relation.statements, wide=more.STATEMENTS[name]),
+        questions=replace(relation.questions, wide=more.QUESTIONS[name]),
+        phrase=replace(relation.phrase, wide=more.PHRASES[name]),
+    )
+    for name, relation in _RELATIONS.items()
+}
+
 # Around a whole question. The first is none.
 WRAPPINGS = Forms(
     (
@@ -324,6 +338,7 @@ WRAPPINGS = Forms(
         "There is one thing that I must know: {q}",
         "According to what I sent you: {q}",
     ),
+    more.WRAPPINGS,
 )
 
 
@@ -340,6 +355,19 @@ def noun(kind: str, word: str) -> str:
 def say(template: str, subject: str, value: str = "") -> str:
     """A template filled in."""
     return capital(template.format(s=subject, v=value))
+
+
+def statement(rng: Rng, split: Split, relation: Relation) -> str:
+    """A sentence that states a fact; of the wide split, often with words around it."""
+    template = relation.statements.draw(rng, split)
+    if split != "wide":
+        return template
+    if rng.random() < 0.3:
+        lead = more.LEADS[int(rng.integers(len(more.LEADS)))]
+        template = lead + template[:1].lower() + template[1:]
+    if rng.random() < 0.2:
+        template = template.rstrip(".") + more.TAILS[int(rng.integers(len(more.TAILS)))]
+    return template
 
 
 def wrapped(rng: Rng, split: Split, question: str) -> str:

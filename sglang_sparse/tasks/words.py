@@ -12,7 +12,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-Split = Literal["train", "heldout"]
+# Samples are drawn from the two of SPLITS. "wide" is the training split with words, sentences and
+# forms of a question beside it that training alone sees.
+Split = Literal["train", "heldout", "wide"]
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 

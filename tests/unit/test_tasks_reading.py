@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from sglang_sparse.tasks import (
@@ -89,20 +90,42 @@ def test_short_prompts_hold_all_that_is_asked(
 
 def test_words_names_and_templates_of_the_splits_are_disjoint() -> None:
     for kind in get_args(Kind):
-        assert not set(pool(kind, "train")) & set(pool(kind, "heldout"))
+        assert not {*pool(kind, "train"), *pool(kind, "wide")} & set(pool(kind, "heldout"))
+        assert set(pool(kind, "train")) <= set(pool(kind, "wide"))
         assert len(pool(kind, "heldout")) >= 15
-    for train, held in zip(names("train"), names("heldout"), strict=True):
+    for train, wide, held in zip(*map(names, ("train", "wide", "heldout")), strict=True):
         assert held
-        assert not set(train) & set(held)
+        assert not set(wide) & set(held)
+        assert set(train) < set(wide)
     for forms in (*ALL_FORMS, WRAPPINGS):
         assert forms.heldout
-        assert not set(forms.train) & set(forms.heldout)
+        assert not {*forms.train, *forms.wide} & set(forms.heldout)
+        assert forms.wide
+        assert not set(forms.train) & set(forms.wide)
 
 
 def test_templates_name_no_value() -> None:
     words = set(re.findall("[a-z]+", str((RELATIONS, ALL_FORMS, WRAPPINGS)).lower()))
-    for kind in ("place", "thing", "animal", "job", "town", "river"):
+    kinds: tuple[Kind, ...] = ("place", "thing", "animal", "job", "town", "river")
+    for kind in kinds:
         assert not words & known_words(kind)
+        assert not words & {*pool(kind, "wide")}
+
+
+@pytest.mark.parametrize("task", READING_TASKS)
+def test_wide_problems_have_words_and_sentences_that_no_split_has(task: str) -> None:
+    """They are for training; the two splits stay as they are."""
+    text = ""
+    for seed in range(8):
+        problem = READING_TASKS[task](np.random.default_rng(seed), "wide", 2048)
+        text += " ".join([*(n.text for n in problem.needles), problem.questions[0].prompt])
+    words = set(re.findall("[a-z]+", text.lower()))
+    known = {w.lower() for split in SPLITS for part in names(split) for w in part}
+    for kind in get_args(Kind):
+        known |= known_words(kind)
+    beyond = {w.lower() for part in names("wide") for w in part}
+    beyond |= {w.lower() for kind in get_args(Kind) for w in pool(kind, "wide")}
+    assert words & (beyond - known)
 
 
 @pytest.mark.parametrize("task", READING_TASKS)
@@ -114,7 +137,7 @@ def test_held_out_prompts_use_no_sentence_or_form_of_training(
     for sample in suite.samples(task, 1024, 10, seed=4):
         texts = [*needles(suite, sample), sample.content.rsplit("\n\n", 1)[1]]
         for forms in ALL_FORMS:
-            for template in forms.train:
+            for template in (*forms.train, *forms.wide):
                 if "}" in template[3:-4]:  # "{a} and {b}" would match anything
                     hits = [t for t in texts if pattern(template).fullmatch(t)]
                     assert not hits, (template, hits)
