@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -68,6 +69,8 @@ TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
+# What both ranks of two, and the only one, have counted alike.
+COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
 
 
 @dataclass
@@ -270,10 +273,34 @@ def started(
             server.close()
 
 
-def answers(methods: list[str], report: Report, logs: Path) -> bool:
-    """Whether two ranks answer as one does, method by method."""
-    common = ["--model-path", str(MODEL), "--max-total-tokens", "65536"]
-    common += ["--max-running-requests", "8", "--mem-fraction-static", "0.2"]
+def with_kv_heads(count: int, folder: Path) -> Path:
+    """The reference model with its first ``count`` KV heads alone, which answers nothing right."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir()
+    config = json.loads((MODEL / "config.json").read_text())
+    rows = count * config["head_dim"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": count}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder / name)
+    weights = load_file(MODEL / "model.safetensors")
+    for name in weights:
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weights[name][:rows].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def blocks(state: dict[str, Any]) -> int | None:
+    """Blocks that were attended to, all layers and heads of all ranks; None without progress."""
+    progress = state["progress"]
+    return progress and sum(layer["blocks"] for layer in progress.values())
+
+
+def answers(methods: list[str], model: Path, report: Report, logs: Path) -> bool:
+    """Whether two ranks answer as one does, and count as it does, method by method."""
+    common = ["--model-path", str(model), "--max-total-tokens", "65536"]
+    common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
     lines: dict[str, tuple[str, list[str]]] = {}
     for method in methods:
@@ -286,11 +313,16 @@ def answers(methods: list[str], report: Report, logs: Path) -> bool:
             if {f"{method} 1", f"{method} 2"} <= servers.keys():
                 pair = servers[f"{method} 1"], servers[f"{method} 2"]
                 equal[method] = compare(*pair, count=40, length=3000, vocab=2000)
-                states = [server.call("/server_info")["internal_states"][0] for server in pair]
-                ranks[method] = states[1]["sparse"]["ranks"]
-                equal[method]["decode_steps"] = [s["sparse"]["decode_steps"] for s in states]
+                infos = [server.call("/server_info")["internal_states"][0] for server in pair]
+                states = [info["sparse"] for info in infos]
+                ranks[method] = states[1]["ranks"]
+                each = [{name: of[name] for name in COUNTERS} for of in (states[0], *ranks[method])]
+                equal[method] |= {"counted": each[0], "counted_alike": each == each[:1] * 3}
+                equal[method]["blocks"] = [blocks(state) for state in states]
                 report.note(answers=equal, ranks=ranks)
-    return len(equal) == len(methods) and all(found["ok"] for found in equal.values())
+    return len(equal) == len(methods) and all(
+        found["ok"] and found["counted_alike"] for found in equal.values()
+    )
 
 
 def speed(args: argparse.Namespace, report: Report, logs: Path) -> bool:
@@ -330,6 +362,9 @@ def main() -> int:
         "--answering", nargs="+", choices=ANSWERING, default=["sparcas"], metavar="METHOD",
         help="methods whose answers are compared",
     )  # fmt: skip
+    parser.add_argument(
+        "--kv-heads", type=int, help="heads of the answering model; fewer than ranks: replicated"
+    )
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)
     parser.add_argument("--batch", type=int, default=6)
@@ -343,7 +378,8 @@ def main() -> int:
     report = Report(args.out, commit=args.commit, method=args.method)
     done = []
     if "answers" in args.parts:
-        done.append(answers(args.answering, report, logs))
+        model = with_kv_heads(args.kv_heads, logs / "model") if args.kv_heads else MODEL
+        done.append(answers(args.answering, model, report, logs))
     if "speed" in args.parts:
         done.append(speed(args, report, logs))
     return 0 if all(done) else 1
