@@ -154,6 +154,28 @@ def widened(b_x, dtype: tl.constexpr):
 
 
 @triton.jit
+def halved(b_x, dtype: tl.constexpr):
+    """Rows of V as they were loaded, for a product with weights; of fp8 in float16, exactly.
+
+    A weight is at most 1, so float16 holds it with more bits than bfloat16. The unpacking is no
+    pure operation to the compiler, which otherwise moves it behind the change of layout and reads
+    the rows of V from shared memory byte by byte.
+    """
+    if b_x.dtype == tl.float8e4nv:
+        if INTERPRETED:
+            b_y = b_x.to(tl.float16)
+        else:
+            b_y = tl.inline_asm_elementwise(
+                "{.reg .b16 lo, hi; mov.b32 {lo, hi}, $2;"
+                "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi;}",
+                "=r,=r,r", [b_x], dtype=tl.float16, is_pure=False, pack=4,
+            )  # fmt: skip
+    else:
+        b_y = b_x.to(dtype)
+    return b_y
+
+
+@triton.jit
 def pages_of(p_table, o_p, m_p, PAGE: tl.constexpr):
     """Physical pages of logical positions ``o_p`` of a row; 0 where ``m_p``, if any, is not set.
 

@@ -14,6 +14,7 @@ from ..triton_ops import (
     begin,
     cast,
     dot,
+    halved,
     head_tail,
     online_softmax,
     overlapping,
@@ -175,7 +176,7 @@ def attend_split_kernel(
         b_p, b_alpha, b_max, b_sum = online_softmax(b_s, b_max, b_sum)
         # [BN, D]
         b_v = tl.load(kv.v + o_kv[:, None] + o_d[None, :], mask=m_kv[:, None], other=0.0)
-        b_v = widened(b_v, b_q.dtype)
+        b_v = halved(b_v, b_q.dtype)
         b_acc = dot(cast(b_p, b_v.dtype), b_v, b_acc * b_alpha[:, None])
 
     b_acc *= kv.v_scale

@@ -21,6 +21,7 @@ from ..triton_ops import (
     WindowArgs,
     cast,
     dot,
+    halved,
     head_tail,
     row_table,
     scaled_logits,
@@ -258,9 +259,9 @@ def _attend_tiles(
             # [BN, HALF]
             p_v = kv.v + o_kv[:, None] + o_h[None, :]
             b_v = tl.load(p_v, mask=m_kv[:, None], other=0.0)
-            b_v = widened(b_v, b_q.dtype)
+            b_v = halved(b_v, b_q.dtype)
             b_w = tl.load(p_v + HALF, mask=m_kv[:, None], other=0.0)
-            b_w = widened(b_w, b_q.dtype)
+            b_w = halved(b_w, b_q.dtype)
             b_weight = cast(b_p, b_v.dtype)
             b_left = tl.where(goes_on, b_left * b_alpha[:, None], 0.0)
             b_left = dot(b_weight, b_v, b_left)

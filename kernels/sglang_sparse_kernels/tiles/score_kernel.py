@@ -25,6 +25,7 @@ from ..triton_ops import (
     selects_anew,
     slots_of,
     store_scores,
+    widened,
 )
 from .types import TilePlan
 
@@ -86,10 +87,10 @@ def _load_keys(
     o_d = tl.arange(0, S.D)
     if WHOLE:
         o_k = (slots_of(p_table, o_n, None, S.PAGE).to(tl.int64) * S.H + i_h) * S.D
-        return tl.load(k_buffer + o_k[:, None] + o_d[None, :]).to(dtype)
+        return widened(tl.load(k_buffer + o_k[:, None] + o_d[None, :]), dtype)
     o_k = (slots_of(p_table, o_n, m_n, S.PAGE).to(tl.int64) * S.H + i_h) * S.D
     b_k = tl.load(k_buffer + o_k[:, None] + o_d[None, :], mask=m_n[:, None], other=0.0)
-    return b_k.to(dtype)
+    return widened(b_k, dtype)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from test_planes import SKETCHES, as_bytes, fresh_planes, naive_cuboid, update
 from sglang_sparse_kernels import KVScales, KVView, Scores, dequantize_sketch
 from sglang_sparse_kernels.common import FP8, take
 from sglang_sparse_kernels.progressive.reference import prologue_units
-from sglang_sparse_kernels.triton_ops import widened
+from sglang_sparse_kernels.triton_ops import halved, widened
 
 SCALES = KVScales(0.37, 1.9)
 KV = {"kv_dtype": FP8, "scales": SCALES}
@@ -254,15 +254,18 @@ def test_other_dtypes_of_k_and_v_are_refused() -> None:
 
 
 @triton.jit
-def widen_kernel(x, y, N: tl.constexpr):
+def widen_kernel(x, y, z, N: tl.constexpr):
     o_n = tl.arange(0, N)
     tl.store(y + o_n, widened(tl.load(x + o_n), y.dtype.element_ty))
+    tl.store(z + o_n, halved(tl.load(x + o_n), y.dtype.element_ty))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_number_of_fp8_is_widened_exactly(dtype: torch.dtype) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     rows = torch.where(codes & 127 == 127, 0, codes).view(FP8)  # the interpreter knows no NaN
-    got = torch.full((256,), torch.nan, dtype=dtype, device=DEVICE)
-    widen_kernel[(1,)](rows, got, 256)
-    torch.testing.assert_close(got.float(), rows.float(), rtol=0, atol=0)
+    wide = torch.full((256,), torch.nan, dtype=dtype, device=DEVICE)
+    half = torch.full((256,), torch.nan, dtype=torch.float16, device=DEVICE)
+    widen_kernel[(1,)](rows, wide, half, 256)
+    for got in (wide, half):
+        torch.testing.assert_close(got.float(), rows.float(), rtol=0, atol=0)
