@@ -4,35 +4,31 @@
     python3 loadtest/tensor_parallel.py --out tensor-parallel.json --commit HASH
 
 Part `answers`: for each method the reference model with one rank and with two, and whether two
-answer as one does. Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with
-two ranks, and the time per output token at long separate prompts. Servers of a part start at once.
-If one does not answer its first prompt within two minutes, the stacks of all its threads are
-printed.
+answer as one does. A third server has one rank and prefills in small chunks: what it answers
+otherwise is the work of rounding alone.
 
-Servers run without custom all-reduce, and without NVLink multicast.
+Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with two ranks, and the
+time per output token at long separate prompts.
+
+Servers of a part start at once. If one does not answer its first prompt within two minutes, the
+stacks of all its threads are printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from rank_servers import Report, Server, started
 
 MODEL = Path(__file__).parents[1] / "configs" / "reference" / "model"
 LLAMA = {
@@ -52,126 +48,21 @@ LLAMA = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-SAFE = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
+# A model with fewer KV heads has no preset, and methods without one begin at longer prompts.
+SELECTING = {"min_sparse_tokens": 512}
 # Head maps that were found for one rank would lead to heads that another rank has.
 UNMAPPED = {"layers": {"kind": "anchors", "anchors": [0, 1, 2, 3, 4], "reuse": "identity"}}
 ANSWERING: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("sparcas", "page_minmax", "psa", "psa_sketch", "lserve")},
-    **dict.fromkeys(("kascade", "kascade_sketch"), UNMAPPED),
+    **dict.fromkeys(("sparcas", "page_minmax", "psa", "psa_sketch", "lserve"), SELECTING),
+    **dict.fromkeys(("kascade", "kascade_sketch"), SELECTING | UNMAPPED),
 }
-COMMON = ["--disable-custom-all-reduce", "--cuda-graph-backend-prefill=disabled"]
-ANSWER_SECONDS = 120
 TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
+CHUNKS = ["--chunked-prefill-size", "512"]
 # What both ranks of two, and the only one, have counted alike.
 COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
-
-
-@dataclass
-class Server:
-    """One running server."""
-
-    name: str
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def call(self, path: str, body: Any = None, timeout: float = 600) -> Any:
-        """One HTTP call."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=timeout) as response:
-            text = response.read()
-        return json.loads(text) if text[:1] in (b"{", b"[") else None
-
-    def generate(
-        self, prompts: list[list[int]], tokens: int, timeout: float = 600
-    ) -> list[dict[str, Any]]:
-        """Greedy answers with the two likeliest tokens of each step."""
-        body = {
-            "input_ids": prompts,
-            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-            "return_logprob": True,
-            "top_logprobs_num": 2,
-        }
-        answers: list[dict[str, Any]] = self.call("/generate", body, timeout)
-        return answers
-
-    def stacks(self) -> str:
-        """Ask every process of the server for its stacks, and return what they write."""
-        before = self.log.stat().st_size
-        for status in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = status.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[2]) == self.process.pid:  # of the server's process group
-                os.kill(int(status.parent.name), signal.SIGUSR1)
-        time.sleep(5)
-        return self.log.read_bytes()[before:].decode(errors="replace")
-
-    def close(self) -> None:
-        """End the server and everything that it started."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def start(name: str, port: int, devices: str, args: list[str], logs: Path) -> Server:
-    """Start a server whose processes write their stacks on SIGUSR1."""
-    site = logs / "site"
-    site.mkdir(exist_ok=True)
-    (site / "sitecustomize.py").write_text(
-        "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, all_threads=True)\n"
-    )
-    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | SAFE | {"CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": path}
-    log = logs / f"{name}.log"
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *COMMON, *args]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--skip-server-warmup"],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    return Server(name, f"http://127.0.0.1:{port}", process, log)
-
-
-def wait_until_up(server: Server, deadline: float) -> bool:
-    """True once it listens; False if it ended, or at the deadline."""
-    while time.monotonic() < deadline and server.process.poll() is None:
-        try:
-            server.call("/model_info", timeout=5)
-            return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    return False
-
-
-def first_answer(server: Server, began: float) -> dict[str, Any]:
-    """How long the first prompt takes; with stacks if it is not answered."""
-    up = wait_until_up(server, time.monotonic() + 300)
-    found: dict[str, Any] = {"up_seconds": time.monotonic() - began if up else None}
-    if not up:
-        return found | {"answered": False, "log": server.log.read_text()[-3000:]}
-    asked = time.monotonic()
-    try:
-        server.generate([list(range(100, 400))], 4, timeout=ANSWER_SECONDS)
-    except (urllib.error.URLError, OSError) as error:
-        stacks = server.stacks()
-        print(f"{server.name}: no answer: {error}\n{stacks[-8000:]}", flush=True)
-        return found | {"answered": False, "stacks": stacks[-60000:]}
-    return found | {"answered": True, "first_answer_seconds": time.monotonic() - asked}
 
 
 def first_difference(one: list[int], two: list[int]) -> int | None:
@@ -180,34 +71,57 @@ def first_difference(one: list[int], two: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def compare(one: Server, two: Server, count: int, length: int, vocab: int) -> dict[str, Any]:
-    """Greedy answers of two ranks beside those of one; an answer that ends early is a failure."""
+def compare(
+    one: Server, two: Server, chunks: Server, *, count: int, length: int, vocab: int
+) -> dict[str, Any]:
+    """Greedy answers of two ranks, and of one rank that prefills in chunks, beside those of one.
+
+    ``ok``: two ranks begin 95 % of their answers as one does, and diverge at near ties: at gaps
+    below ``TIE``, or no wider than those at which chunks diverge. No answer ends early.
+    """
     source = random.Random(f"{count}/{length}")
     prompts = []
     for _ in range(count):
         segment = [source.randrange(300, vocab) for _ in range(source.randrange(40, 200))]
         prompts.append((segment * (length // len(segment) + 1))[:length])
+    asked = [
+        [s.generate([p], ANSWER_TOKENS)[0]["meta_info"] for s in (one, two, chunks)]
+        for p in prompts
+    ]
+    ranks = differences([(a, b) for a, b, _ in asked])
+    rounding = differences([(a, c) for a, _, c in asked])
+    wide = max([TIE, *rounding["gaps_where_they_diverge"]])
+    near = all(gap <= wide for gap in ranks["gaps_where_they_diverge"])
+    return {
+        "prompts": count,
+        "tokens": length,
+        **ranks,
+        "by_rounding_alone": rounding,
+        "ok": ranks["same_first_token"] >= 0.95 and near and not ranks["cut_short"],
+    }
+
+
+def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+    """How many answers of the second server are those of the first, and gaps where they diverge.
+
+    A gap is between the two logits that the first server finds likeliest there.
+    """
     same_first = same_all = cut_short = 0
     gaps = []
-    for prompt in prompts:
-        a, b = (server.generate([prompt], ANSWER_TOKENS)[0]["meta_info"] for server in (one, two))
-        tokens = [[x[1] for x in answer["output_token_logprobs"]] for answer in (a, b)]
+    for pair in pairs:
+        tokens = [[x[1] for x in answer["output_token_logprobs"]] for answer in pair]
         cut_short += any(len(answer) != ANSWER_TOKENS for answer in tokens)
         apart = first_difference(*tokens)
         same_first += apart != 0
         same_all += apart is None
         if apart is not None and apart < len(tokens[0]):
-            likeliest = [entry[0] for entry in a["output_top_logprobs"][apart]]
+            likeliest = [entry[0] for entry in pair[0]["output_top_logprobs"][apart]]
             gaps.append(likeliest[0] - likeliest[1])
-    close = same_first / count >= 0.95 and all(gap <= TIE for gap in gaps)
     return {
-        "prompts": count,
-        "tokens": length,
-        "same_first_token": same_first / count,
-        "same_sixteen_tokens": same_all / count,
+        "same_first_token": same_first / len(pairs),
+        "same_sixteen_tokens": same_all / len(pairs),
         "gaps_where_they_diverge": sorted(gaps),
         "cut_short": cut_short,
-        "ok": close and not cut_short,
     }
 
 
@@ -238,55 +152,24 @@ def step_ms(server: Server, context: int, batch: int, repeats: int) -> dict[str,
     }
 
 
-class Report:
-    """What was found so far; it is written after each part."""
+def with_one_kv_head(copies: int, folder: Path) -> Path:
+    """The reference model with its first KV head alone, ``copies`` times; it answers nothing right.
 
-    def __init__(self, path: Path, **known: Any) -> None:
-        self.path, self.found = path, known
-
-    def note(self, **found: Any) -> None:
-        """Add to the report, write it, and say it in short."""
-        self.found |= found
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
-        for name, value in found.items():
-            print(name, str(value)[:400], flush=True)
-
-
-@contextmanager
-def started(
-    lines: dict[str, tuple[str, list[str]]], report: Report, logs: Path
-) -> Iterator[dict[str, Server]]:
-    """Servers by their devices and flags; yields those that answered a prompt, and ends all."""
-    began, servers = time.monotonic(), {}
-    try:
-        for index, (name, (devices, flags)) in enumerate(lines.items()):
-            servers[name] = start(name, 31100 + 50 * index, devices, flags, logs)
-        answered = {}
-        for name, server in servers.items():
-            found = first_answer(server, began)
-            report.note(**{f"start of {name}": found})
-            if found["answered"]:
-                answered[name] = server
-        yield answered
-    finally:
-        for server in servers.values():
-            server.close()
-
-
-def with_kv_heads(count: int, folder: Path) -> Path:
-    """The reference model with its first ``count`` KV heads alone, which answers nothing right."""
+    Two ranks replicate one head, and each selects by the query heads that it has. One rank does the
+    same if the model has that head twice.
+    """
     from safetensors.torch import load_file, save_file
 
     folder.mkdir()
     config = json.loads((MODEL / "config.json").read_text())
-    rows = count * config["head_dim"]
-    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": count}))
+    rows = config["head_dim"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": copies}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, folder / name)
     weights = load_file(MODEL / "model.safetensors")
     for name in weights:
         if "k_proj" in name or "v_proj" in name:
-            weights[name] = weights[name][:rows].clone()
+            weights[name] = weights[name][:rows].repeat(copies, 1)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
@@ -297,31 +180,43 @@ def blocks(state: dict[str, Any]) -> int | None:
     return progress and sum(layer["blocks"] for layer in progress.values())
 
 
-def answers(methods: list[str], model: Path, report: Report, logs: Path) -> bool:
+def answers(methods: list[str], replicated: bool, report: Report, logs: Path) -> bool:
     """Whether two ranks answer as one does, and count as it does, method by method."""
-    common = ["--model-path", str(model), "--max-total-tokens", "65536"]
+    one, two = MODEL, MODEL
+    if replicated:
+        one, two = (with_one_kv_head(copies, logs / f"heads-{copies}") for copies in (2, 1))
+    common = ["--max-total-tokens", "65536"]
     common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
     lines: dict[str, tuple[str, list[str]]] = {}
     for method in methods:
         flags = [*common, "--sparse-method", method]
         flags += ["--sparse-config", json.dumps(ANSWERING[method])]
-        lines |= {f"{method} 1": ("0", flags), f"{method} 2": ("0,1", [*flags, "--tp", "2"])}
-    equal, ranks = {}, {}
+        lines |= {
+            f"{method} 1": ("0", [*flags, "--model-path", str(one)]),
+            f"{method} 2": ("0,1", [*flags, "--model-path", str(two), "--tp", "2"]),
+            f"{method} chunks": ("1", [*flags, "--model-path", str(one), *CHUNKS]),
+        }
+    found: dict[str, Any] = {}
     with started(lines, report, logs) as servers:
         for method in methods:
-            if {f"{method} 1", f"{method} 2"} <= servers.keys():
-                pair = servers[f"{method} 1"], servers[f"{method} 2"]
-                equal[method] = compare(*pair, count=40, length=3000, vocab=2000)
-                infos = [server.call("/server_info")["internal_states"][0] for server in pair]
-                states = [info["sparse"] for info in infos]
-                ranks[method] = states[1]["ranks"]
-                each = [{name: of[name] for name in COUNTERS} for of in (states[0], *ranks[method])]
-                equal[method] |= {"counted": each[0], "counted_alike": each == each[:1] * 3}
-                equal[method]["blocks"] = [blocks(state) for state in states]
-                report.note(answers=equal, ranks=ranks)
-    return len(equal) == len(methods) and all(
-        found["ok"] and found["counted_alike"] for found in equal.values()
+            names = [f"{method} {which}" for which in ("1", "2", "chunks")]
+            if not servers.keys() >= set(names):
+                continue
+            asked = [servers[name] for name in names]
+            found[method] = compare(*asked, count=40, length=3000, vocab=2000)
+            infos = [server.call("/server_info")["internal_states"][0] for server in asked[:2]]
+            states = [info["sparse"] for info in infos]
+            each = [{c: of[c] for c in COUNTERS} for of in (states[0], *states[1]["ranks"])]
+            found[method] |= {
+                "counted": each[0],
+                "counted_alike": each == each[:1] * 3,
+                "blocks": [blocks(state) for state in states],
+                "ranks": states[1]["ranks"],
+            }
+            report.note(answers=found)
+    return len(found) == len(methods) and all(
+        each["ok"] and each["counted_alike"] for each in found.values()
     )
 
 
@@ -363,7 +258,9 @@ def main() -> int:
         help="methods whose answers are compared",
     )  # fmt: skip
     parser.add_argument(
-        "--kv-heads", type=int, help="heads of the answering model; fewer than ranks: replicated"
+        "--replicated",
+        action="store_true",
+        help="a model whose KV head both ranks have",
     )
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)
@@ -378,8 +275,7 @@ def main() -> int:
     report = Report(args.out, commit=args.commit, method=args.method)
     done = []
     if "answers" in args.parts:
-        model = with_kv_heads(args.kv_heads, logs / "model") if args.kv_heads else MODEL
-        done.append(answers(args.answering, model, report, logs))
+        done.append(answers(args.answering, args.replicated, report, logs))
     if "speed" in args.parts:
         done.append(speed(args, report, logs))
     return 0 if all(done) else 1

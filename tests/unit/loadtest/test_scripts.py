@@ -173,17 +173,17 @@ def test_an_answer_that_ends_early_differs_where_it_ends(
 
 
 class Answering:
-    """Answers every prompt with the same tokens, each by far the likeliest."""
+    """Answers every prompt with the same tokens, each likelier by ``gap`` than any other."""
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = tokens
+    def __init__(self, tokens: list[int], gap: float = 0.1) -> None:
+        self.tokens, self.gap = tokens, gap
 
     def generate(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
         return [
             {
                 "meta_info": {
                     "output_token_logprobs": [[-0.1, token] for token in self.tokens],
-                    "output_top_logprobs": [[[-0.1, 1], [-0.2, 2]] for _ in self.tokens],
+                    "output_top_logprobs": [[[-0.1, 1], [-0.1 - self.gap, 2]] for _ in self.tokens],
                 }
             }
             for _ in prompts
@@ -192,7 +192,19 @@ class Answering:
 
 def test_ranks_whose_answers_end_early_are_not_equal() -> None:
     whole, cut = Answering([7] * 16), Answering([7] * 15)
-    assert tensor_parallel.compare(whole, whole, count=2, length=50, vocab=1000)["ok"]
+    size = {"count": 2, "length": 50, "vocab": 1000}
+    assert tensor_parallel.compare(whole, whole, whole, **size)["ok"]
     for pair in ((whole, cut), (cut, whole), (cut, cut)):
-        found = tensor_parallel.compare(*pair, count=2, length=50, vocab=1000)
+        found = tensor_parallel.compare(*pair, whole, **size)
         assert (found["ok"], found["cut_short"]) == (False, 2)
+
+
+def test_ranks_may_diverge_where_rounding_does() -> None:
+    """The gap of 0.3 at the second token is no tie, unless chunks diverge at such a gap, too."""
+    size = {"count": 2, "length": 50, "vocab": 1000}
+    one, other = Answering([7] * 16, gap=0.3), Answering([7, *[8] * 15])
+    assert not tensor_parallel.compare(one, other, one, **size)["ok"]
+    found = tensor_parallel.compare(one, other, other, **size)
+    assert (found["ok"], found["same_first_token"], found["same_sixteen_tokens"]) == (True, 1, 0)
+    first = Answering([8, *[7] * 15])
+    assert not tensor_parallel.compare(one, first, first, **size)["ok"]
