@@ -8,8 +8,9 @@ import numpy as np
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.needles import join
 from sglang_sparse.tasks.reading import room_for
-from sglang_sparse.tasks.relations import Forms, capital, entities, noun, say, wrapped
+from sglang_sparse.tasks.relations import capital, entities, noun, say, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
+from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
@@ -86,10 +87,10 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
         places = entities(rng, split, "place", count)
         at = np.sort(rng.random(count))
         for place, depth in zip(places, at, strict=True):
-            text = say(VISITS.draw(rng, split), person, noun("place", place))
+            text = say(VISITS.told(rng, split), person, noun("place", place))
             needles.append(Needle(text, float(depth)))
         answer = f"{person} was in {join([noun('place', p) for p in places])}."
-        prompt = wrapped(rng, split, say(VISIT_QUESTIONS.draw(rng, split), person))
+        prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
         questions.append(Question("collect", prompt, answer, tuple(places), "place"))
     return Problem(tuple(needles), tuple(questions), ordered=True)
 
@@ -111,10 +112,10 @@ def tally(rng: Rng, split: Split, length: int) -> Problem:
         ballots = [own[1]] * int(_SECOND * count) + [own[2]] * int(_THIRD * count)
         ballots += [own[0]] * (count - len(ballots))
         for i, voter in zip(rng.permutation(count), voters, strict=True):
-            text = VOTES.draw(rng, split).format(s=topic, p=voter, v=ballots[int(i)])
+            text = VOTES.told(rng, split).format(s=topic, p=voter, v=ballots[int(i)])
             needles.append(Needle(capital(text), float(rng.random())))
         winners.append(own[0])
-    question = VOTE_QUESTIONS.draw(rng, split).format(s=join(topics))
+    question = VOTE_QUESTIONS.asked(rng, split).format(s=join(topics))
     answer = " ".join(
         f"Most votes for {t} went to {w}." for t, w in zip(topics, winners, strict=True)
     )

@@ -7,8 +7,9 @@ import numpy as np
 
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.reading import answered, room_for
-from sglang_sparse.tasks.relations import RELATIONS, Forms, entities, noun, say, statement, wrapped
+from sglang_sparse.tasks.relations import RELATIONS, entities, noun, say, statement, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
+from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
@@ -77,4 +78,4 @@ def dialogue(rng: Rng, split: Split, length: int) -> Problem:
 def _ask(rng: Rng, split: Split, question: str, subject: str, full: bool) -> str:
     if full:
         return wrapped(rng, split, say(question, subject))
-    return say(FOLLOW_UPS.draw(rng, split), subject)
+    return say(FOLLOW_UPS.asked(rng, split), subject)

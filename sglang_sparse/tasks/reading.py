@@ -93,7 +93,7 @@ def _told(rng: Rng, split: Split, length: int, task: str) -> Problem:
         plainly, question = task == "forms", relation.question
         template = relation.plain if plainly else statement(rng, split, relation)
         if plainly:
-            question = wrapped(rng, split, say(relation.questions.draw(rng, split), subject))
+            question = wrapped(rng, split, say(relation.questions.asked(rng, split), subject))
         needles.append(Needle(say(template, subject, value), depth))
         questions.append(answered(task, relation, say(question, subject), subject, word))
     return Problem(tuple(needles), tuple(questions))
@@ -129,7 +129,7 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
             hops.append(say(relation.plain, subject, value))
         phrase = noun(chain[0].subject, nodes[0])
         for relation in chain[:-1]:
-            phrase = relation.phrase.draw(rng, split).format(s=phrase)
+            phrase = relation.phrase.asked(rng, split).format(s=phrase)
         last = chain[-1]
         assert last.value != "person"
         questions.append(

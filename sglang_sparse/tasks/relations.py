@@ -14,28 +14,13 @@ from typing import Literal
 import numpy as np
 
 from sglang_sparse.tasks import training_forms as more
+from sglang_sparse.tasks.templates import Forms, blurred
 from sglang_sparse.tasks.vocabulary import Kind, names, pool
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
 Subject = Literal["person", "thing", "town"]
 _ARTICLE = {"place": "the ", "thing": "the ", "river": "the ", "animal": "a ", "job": "a "}
-
-
-@dataclass(frozen=True)
-class Forms:
-    """Templates of one purpose, by split; ``wide`` ones come beside those of ``train``."""
-
-    train: tuple[str, ...]
-    heldout: tuple[str, ...]
-    wide: tuple[str, ...] = ()
-
-    def draw(self, rng: Rng, split: Split) -> str:
-        """One template of a split."""
-        own = self.heldout if split == "heldout" else self.train
-        if split == "wide":
-            own += self.wide
-        return own[int(rng.integers(len(own)))]
 
 
 @dataclass(frozen=True)
@@ -359,7 +344,7 @@ def say(template: str, subject: str, value: str = "") -> str:
 
 def statement(rng: Rng, split: Split, relation: Relation) -> str:
     """A sentence that states a fact; of the wide split, often with words around it."""
-    template = relation.statements.draw(rng, split)
+    template = relation.statements.told(rng, split)
     if split != "wide":
         return template
     if rng.random() < 0.3:
@@ -374,7 +359,10 @@ def wrapped(rng: Rng, split: Split, question: str) -> str:
     """``question`` as people ask: with words around it, or in lower case without a mark."""
     if rng.random() < 0.1:
         return question.lower().rstrip("?.")
-    return WRAPPINGS.draw(rng, split).format(q=question)
+    template = WRAPPINGS.draw(rng, split)
+    if split == "wide":
+        template = blurred(rng, template, 0.8)
+    return template.format(q=question)
 
 
 def people(rng: Rng, split: Split, count: int) -> list[str]:

@@ -23,7 +23,8 @@ from sglang_sparse.tasks import (
 )
 from sglang_sparse.tasks.aggregation import VISIT_QUESTIONS, VISITS, VOTE_QUESTIONS, VOTES
 from sglang_sparse.tasks.dialogues import CORRECTIONS, FOLLOW_UPS
-from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Forms, Relation
+from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Relation
+from sglang_sparse.tasks.templates import Forms, blurred
 from sglang_sparse.tasks.vocabulary import Kind, known_words, names, pool
 
 MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
@@ -126,6 +127,16 @@ def test_wide_problems_have_words_and_sentences_that_no_split_has(task: str) -> 
     beyond = {w.lower() for part in names("wide") for w in part}
     beyond |= {w.lower() for kind in get_args(Kind) for w in pool(kind, "wide")}
     assert words & (beyond - known)
+
+
+def test_blurred_templates_keep_what_is_filled_in() -> None:
+    template = "In which town, if any, does {s} live with {v}?"
+    drawn = [blurred(np.random.default_rng(seed), template, 0.8) for seed in range(400)]
+    for one in drawn:
+        assert [part for part in one.split() if "{" in part] == ["{s}", "{v}?"]
+    assert 180 < drawn.count(template) < 300
+    changed = [one.split() for one in drawn if one != template]
+    assert {len(words) - len(template.split()) for words in changed} >= {-2, -1, 0, 1, 2}
 
 
 @pytest.mark.parametrize("task", READING_TASKS)
