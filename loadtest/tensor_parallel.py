@@ -4,8 +4,8 @@
     python3 loadtest/tensor_parallel.py --out tensor-parallel.json --commit HASH
 
 Part `answers`: for each method the reference model with one rank and with two, and whether two
-answer as one does. A third server has one rank and prefills in small chunks: what it answers
-otherwise is the work of rounding alone.
+answer as one does. A third server has one rank and computes in float16: what it answers otherwise
+is the work of rounding alone.
 
 Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with two ranks, and the
 time per output token at long separate prompts.
@@ -60,7 +60,7 @@ TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
-CHUNKS = ["--chunked-prefill-size", "512"]
+ROUNDED = ["--dtype", "float16"]
 # What both ranks of two, and the only one, have counted alike.
 COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
 
@@ -72,12 +72,12 @@ def first_difference(one: list[int], two: list[int]) -> int | None:
 
 
 def compare(
-    one: Server, two: Server, chunks: Server, *, count: int, length: int, vocab: int
+    one: Server, two: Server, rounded: Server, *, count: int, length: int, vocab: int
 ) -> dict[str, Any]:
-    """Greedy answers of two ranks, and of one rank that prefills in chunks, beside those of one.
+    """Greedy answers of two ranks, and of one rank that rounds otherwise, beside those of one.
 
     ``ok``: two ranks begin 95 % of their answers as one does, and diverge at near ties: at gaps
-    below ``TIE``, or no wider than those at which chunks diverge. No answer ends early.
+    below ``TIE``, or no wider than those at which rounding diverges. No answer ends early.
     """
     source = random.Random(f"{count}/{length}")
     prompts = []
@@ -85,7 +85,7 @@ def compare(
         segment = [source.randrange(300, vocab) for _ in range(source.randrange(40, 200))]
         prompts.append((segment * (length // len(segment) + 1))[:length])
     asked = [
-        [s.generate([p], ANSWER_TOKENS)[0]["meta_info"] for s in (one, two, chunks)]
+        [s.generate([p], ANSWER_TOKENS)[0]["meta_info"] for s in (one, two, rounded)]
         for p in prompts
     ]
     ranks = differences([(a, b) for a, b, _ in asked])
@@ -195,12 +195,12 @@ def answers(methods: list[str], replicated: bool, report: Report, logs: Path) ->
         lines |= {
             f"{method} 1": ("0", [*flags, "--model-path", str(one)]),
             f"{method} 2": ("0,1", [*flags, "--model-path", str(two), "--tp", "2"]),
-            f"{method} chunks": ("1", [*flags, "--model-path", str(one), *CHUNKS]),
+            f"{method} rounded": ("1", [*flags, "--model-path", str(one), *ROUNDED]),
         }
     found: dict[str, Any] = {}
     with started(lines, report, logs) as servers:
         for method in methods:
-            names = [f"{method} {which}" for which in ("1", "2", "chunks")]
+            names = [f"{method} {which}" for which in ("1", "2", "rounded")]
             if not servers.keys() >= set(names):
                 continue
             asked = [servers[name] for name in names]

@@ -200,7 +200,7 @@ def test_ranks_whose_answers_end_early_are_not_equal() -> None:
 
 
 def test_ranks_may_diverge_where_rounding_does() -> None:
-    """The gap of 0.3 at the second token is no tie, unless chunks diverge at such a gap, too."""
+    """The gap of 0.3 at the second token is no tie, unless rounding diverges at such a gap, too."""
     size = {"count": 2, "length": 50, "vocab": 1000}
     one, other = Answering([7] * 16, gap=0.3), Answering([7, *[8] * 15])
     assert not tensor_parallel.compare(one, other, one, **size)["ok"]
