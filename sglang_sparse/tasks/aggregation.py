@@ -78,8 +78,9 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
 
     Two others, whose names look alike, were in as many.
     """
-    most = min(8, max(2, length // 256))
-    count = int(rng.integers(max(2, most // 2), most + 1))
+    # Long answers are learnt in short contexts.
+    most = min(8, max(2, length // (96 if split == "wide" else 256)))
+    count = int(rng.integers(2 if split == "wide" else max(2, most // 2), most + 1))
     persons = entities(rng, split, "person", 3 if length >= 512 else 2)
     needles: list[Needle] = []
     questions: list[Question] = []
