@@ -199,12 +199,18 @@ def test_ranks_whose_answers_end_early_are_not_equal() -> None:
         assert (found["ok"], found["cut_short"]) == (False, 2)
 
 
-def test_ranks_may_diverge_where_rounding_does() -> None:
-    """The gap of 0.3 at the second token is no tie, unless rounding diverges at such a gap, too."""
+def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
     size = {"count": 2, "length": 50, "vocab": 1000}
-    one, other = Answering([7] * 16, gap=0.3), Answering([7, *[8] * 15])
-    assert not tensor_parallel.compare(one, other, one, **size)["ok"]
-    found = tensor_parallel.compare(one, other, other, **size)
-    assert (found["ok"], found["same_first_token"], found["same_sixteen_tokens"]) == (True, 1, 0)
+    other = Answering([7, *[8] * 15])
+    for gap, ok in ((0.2, True), (0.3, False)):
+        one = Answering([7] * 16, gap=gap)
+        for rounded in (one, other):
+            found = tensor_parallel.compare(one, other, rounded, **size)
+            assert (found["ok"], found["same_first_token"], found["same_sixteen_tokens"]) == (
+                ok,
+                1,
+                0,
+            )
+            assert found["by_rounding_alone"]["same_sixteen_tokens"] == (rounded is one)
     first = Answering([8, *[7] * 15])
     assert not tensor_parallel.compare(one, first, first, **size)["ok"]
