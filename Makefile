@@ -8,7 +8,7 @@
 DEFAULT_SGLANG := 0.5.17
 OTHER_SGLANG := 0.5.23
 # The newest one is served, unless an NVIDIA GPU is there.
-SERVED_SGLANG := $(if $(shell command -v nvidia-smi),$(DEFAULT_SGLANG),$(OTHER_SGLANG))
+SERVED_SGLANG := $(if $(shell command -v nvidia-smi 2> /dev/null),$(DEFAULT_SGLANG),$(OTHER_SGLANG))
 SGLANG ?= $(if $(filter serve,$(MAKECMDGOALS)),$(SERVED_SGLANG),$(DEFAULT_SGLANG))
 VENV := $(if $(filter $(SGLANG),$(DEFAULT_SGLANG)),.venv,.venv-$(SGLANG))
 PY := $(VENV)/bin/python

@@ -161,17 +161,16 @@ def halved(b_x, dtype: tl.constexpr):
     pure operation to the compiler, which otherwise moves it behind the change of layout and reads
     the rows of V from shared memory byte by byte.
     """
-    if b_x.dtype == tl.float8e4nv:
-        if INTERPRETED:
-            b_y = b_x.to(tl.float16)
-        else:
-            b_y = tl.inline_asm_elementwise(
-                "{.reg .b16 lo, hi; mov.b32 {lo, hi}, $2;"
-                "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi;}",
-                "=r,=r,r", [b_x], dtype=tl.float16, is_pure=False, pack=4,
-            )  # fmt: skip
-    else:
+    if b_x.dtype != tl.float8e4nv:
         b_y = b_x.to(dtype)
+    elif INTERPRETED:
+        b_y = b_x.to(tl.float16)
+    else:
+        b_y = tl.inline_asm_elementwise(
+            "{.reg .b16 lo, hi; mov.b32 {lo, hi}, $2;"
+            "cvt.rn.f16x2.e4m3x2 $0, lo; cvt.rn.f16x2.e4m3x2 $1, hi;}",
+            "=r,=r,r", [b_x], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
     return b_y
 
 

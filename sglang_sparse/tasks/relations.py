@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from sglang_sparse.tasks import training_forms as more
-from sglang_sparse.tasks.templates import Forms, blurred
+from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.vocabulary import Kind, names, pool
 from sglang_sparse.tasks.words import Split
 
@@ -359,10 +359,7 @@ def wrapped(rng: Rng, split: Split, question: str) -> str:
     """``question`` as people ask: with words around it, or in lower case without a mark."""
     if rng.random() < 0.1:
         return question.lower().rstrip("?.")
-    template = WRAPPINGS.draw(rng, split)
-    if split == "wide":
-        template = blurred(rng, template, 0.8)
-    return template.format(q=question)
+    return WRAPPINGS.asked(rng, split).format(q=question)
 
 
 def people(rng: Rng, split: Split, count: int) -> list[str]:

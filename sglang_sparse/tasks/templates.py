@@ -10,7 +10,7 @@ import numpy as np
 from sglang_sparse.tasks.words import Split
 
 # What takes the place of words, or comes between them, in blurred questions and sentences.
-_COMMON = """
+_COMMON_WORDS = """
 a about above across after again against ago all almost along already also although always among
 an and another any anyone around ask at away back bad be because become before begin behind
 believe below beside best better between big both bring but by came can case chance check child
@@ -32,7 +32,8 @@ took top toward true try turn two under until up upon us use usual very wait wal
 watchful way we week well went were what when where whether which while white who whole whose why
 will wish with without woman word work world would write wrong year yes yesterday yet you young
 your
-""".split()  # noqa: SIM905
+"""
+_COMMON = _COMMON_WORDS.split()
 
 
 @dataclass(frozen=True)

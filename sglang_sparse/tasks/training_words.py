@@ -3,6 +3,8 @@
 
 A model that is trained on few words learns them by heart and reads no others. These are nouns of
 WordNet 3.0 by their hypernyms, without those that a sentence or a question contains.
+
+WordNet 3.0 is Copyright 2006 by Princeton University, https://wordnet.princeton.edu/license.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ epauliere escutcheon espadrille fallboard fauld fedora ferrule festoon fichu fin
 footgear footwear formalwear frock gaiter galosh gambrel gamp garb garment gasmask geta golosh
 gorget gouache greatcoat greave gymslip habergeon haick haik hairpiece handwear havelock headgear
 headscarf hearthrug henroost hijab holster hoopskirt housecoat housepaint housetop huarache
-jackboot jambeau jean jerkin jockstrap jodhpur kalansuwa kalpac kameez kepi kerchief kirtle
+jackboot jambeau jean jerkin jodhpur kalansuwa kalpac kameez kepi kerchief kirtle
 knitwear lambrequin lapel lederhosen leghorn leotard mack maillot manta mantilla maxi middy mini
 miniskirt mobcap moccasin muff mulch muumuu nammad nappy neckcloth necktie nightgown nightshirt
 niqab nosepiece outerwear overall overcoat overlay overlayer overshoe overskirt paint pajama
@@ -61,7 +63,7 @@ charr chevrotain chick chickadee chimpanzee chub chunga cicada clam clupeid cock
 conch cootie cottonwick cow coyote crocodile crowbait cur dabchick dachshund deer dhole dobbin dun
 dunnock feline female filly firebird fissiped flathead flea fowl frog galago gamecock geoduck
 geometrid glossina gnawer gooney gorgonian grison grivet guib hagfish hawfinch heathfowl hedgehog
-hirudinean hogget homeotherm homotherm honeybee hookworm horsefly hound human hydrozoan jackdaw
+hirudinean hogget homeotherm homotherm honeybee hookworm horsefly hound hydrozoan jackdaw
 javelina jument kanchil kea kingbird kingsnake ladyfish lampshell lapdog larva leafhopper leech
 leppy lerot lintwhite livestock locust lovebird lugworm lungfish maggot mammal mare marmot mastiff
 megapode meloid menhaden milcher minah mojarra momot mosquito moth mulloway mummichog mustang
@@ -93,7 +95,7 @@ platelayer plier ploughman podiatrist preceptor presbyter private prof prosecuto
 pruner puncher punter purser qadi quarrier racker ragsorter recruit redact redcoat refiner
 repairman reservist restorer reviewer rewriter rifleman riveter rivetter roofer ropemaker
 salesgirl saleslady salesman schoolmarm scourer scullion seafarer seasoner selectman seneschal
-sergeant servant sheller sherlock shill shoveler shoveller skivvy sniper sommelier soundman
+sergeant servant sheller sherlock shill shoveler shoveller sniper sommelier soundman
 specialist splicer sprayer sprigger sprog squire stacker stagehand stocktaker striver styler
 subeditor subtracter supermodel swagger tapster taster taxer teamster techie technician therapist
 thrower tinsmith tinter tracklayer trainman trapper troller turncock valet valuator vaquero

@@ -117,7 +117,7 @@ def pool(kind: Kind, split: Split) -> tuple[str, ...]:
     if kind == "number":
         return values(split)
     if split == "wide":
-        more = _part(WORDS[kind].split(), split) if kind in _CLOSED else ()
+        more = _part(WORDS.get(kind, "").split(), split)
         return (*pool(kind, "train"), *more, *invented(kind))
     if kind in _CLOSED:
         return _part(_CLOSED[kind].split(), split)
