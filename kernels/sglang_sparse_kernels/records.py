@@ -56,6 +56,9 @@ class KVView:
         page_table: int32 [R, max_pages], physical page of each logical page of a row.
         page_size: tokens a physical page (P).
         scales: keys are ``k * scales.k``, values ``v * scales.v``.
+        arriving: int32 [pages], not 0 for physical pages that the launch before may still be
+            writing to, which is :func:`.frames.load_blocks`. Kernels that attend wait for those
+            alone. None: all is there when that launch has ended.
     """
 
     k: torch.Tensor
@@ -63,6 +66,7 @@ class KVView:
     page_table: torch.Tensor
     page_size: int
     scales: KVScales = field(default_factory=KVScales)
+    arriving: torch.Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -75,7 +79,7 @@ class KVView:
         from .triton_ops import KVArgs
 
         table = self.page_table
-        return KVArgs(self.k, self.v, table, table.stride(0), self.scales.v)
+        return KVArgs(self.k, self.v, table, table.stride(0), self.scales.v, self.arriving)
 
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         """int64 slots of logical ``positions`` (int64, any shape) of a row of the batch."""

@@ -38,6 +38,7 @@ class KVArgs(NamedTuple):
     """A :class:`.records.KVView` as kernels take it; its keys' scale is in that of the logits.
 
     Rows may be fp8 e4m3: a kernel converts what it loaded to the queries' dtype, which is exact.
+    ``arriving`` may be None.
     """
 
     k: torch.Tensor
@@ -45,6 +46,7 @@ class KVArgs(NamedTuple):
     page_table: torch.Tensor
     stride_table: int
     v_scale: float
+    arriving: torch.Tensor | None
 
 
 class PlanArgs(NamedTuple):
@@ -110,6 +112,56 @@ def begin():
     if not INTERPRETED and cuda_capability_geq(9):
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def begin_after():
+    """Wait until the launch before has written everything; only then let the next one start.
+
+    The next one may go on beside this one without :func:`begin`: what was written before this one
+    is there. It ends with :func:`end_after`.
+    """
+    if not INTERPRETED and cuda_capability_geq(9):
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def begin_beside():
+    """Let the next launch start. This one goes on beside the launch before it."""
+    if not INTERPRETED and cuda_capability_geq(9):
+        gdc_launch_dependents()
+
+
+@triton.jit
+def end_after():
+    """Wait until the launch before has ended, so that whoever waits for this one waits for both."""
+    if not INTERPRETED and cuda_capability_geq(9):
+        gdc_wait()
+
+
+@triton.jit
+def wait_for_pages(arriving, b_page):
+    """Wait until no page of ``b_page`` is on its way any more (:func:`page_arrived`)."""
+    waits = 1
+    while waits > 0:
+        if INTERPRETED:
+            b_flag = tl.load(arriving + b_page)
+        else:
+            b_flag = tl.inline_asm_elementwise(
+                "ld.acquire.gpu.global.b32 $0, [$1];",
+                "=r,l", [arriving + b_page], dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        waits = tl.max(b_flag, 0)
+    # All threads go on with what each of them has waited for.
+    tl.debug_barrier()
+
+
+@triton.jit
+def page_arrived(arriving, page):
+    """Say that a page is there, behind what all threads have stored to it."""
+    tl.debug_barrier()
+    tl.atomic_xchg(arriving + page, 0, sem="release")
 
 
 @triton.jit

@@ -8,8 +8,16 @@ from functools import cache
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
 from sglang_sparse.config.model import SparseConfig
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """A key's title would be its name once more."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
 def json_schema() -> dict[str, Any]:
@@ -17,7 +25,7 @@ def json_schema() -> dict[str, Any]:
 
     It says what each key may be; the rules between keys are in `SparseConfig` alone.
     """
-    schema = SparseConfig.model_json_schema()
+    schema = SparseConfig.model_json_schema(schema_generator=_WithoutTitles)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -12,8 +12,10 @@ from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 from ..triton_ops import (
     begin,
+    begin_beside,
     cast,
     dot,
+    end_after,
     halved,
     head_tail,
     online_softmax,
@@ -22,6 +24,7 @@ from ..triton_ops import (
     scaled_logits,
     slots_of,
     tail_positions,
+    wait_for_pages,
     widened,
 )
 from .types import num_splits
@@ -95,7 +98,10 @@ def attend_split_kernel(
     HAS_CAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    begin()
+    if kv.arriving is None:
+        begin()
+    else:
+        begin_beside()
     i_r, i_h = tl.program_id(0) // H, tl.program_id(0) % H
     i_s = tl.program_id(1)
     # Queries of a request are joined with the query heads of its group, head by head.
@@ -135,6 +141,13 @@ def attend_split_kernel(
     b_sum = tl.zeros((BG,), tl.float32)
     p_table = row_table(kv, i_r)
     p_list = indices + i_l * capacity
+    if kv.arriving is not None:
+        for i_n in range(first, last, BN):
+            b_row, m_n = _rows(
+                p_list, p_table, i_n, last, tail, tail_tokens, counted, end, BN, UNIT, PAGE,
+                WINDOWS,
+            )  # fmt: skip
+            wait_for_pages(kv.arriving, b_row // PAGE)
     # A split of a list has one tile of these: where its tokens lie is known sooner without copies
     # that run ahead. In longer rows beside it the next tile is looked up while one is on its way.
     if BN == ONE_TILE:
@@ -190,6 +203,8 @@ def attend_split_kernel(
         if first < last:
             b_o = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
             tl.store(partial + o_s[:, None] * D + o_d[None, :], b_o, mask=m_g[:, None])
+    if kv.arriving is not None:
+        end_after()
 
 
 @triton.jit
@@ -244,7 +259,8 @@ def gathered_decode_attention_triton(
         H=heads, LISTS=lists.indices.shape[1], G=group, Q=queries,
         BG=max(16, next_power_of_2(queries * group)), D=dim,
         PAGE=kv.page_size, UNIT=lists.unit, BN=tile, SPLITS=splits, HAS_CAP=softmax.logit_cap > 0,
-        STAGES=stages, num_warps=warps, **overlapping(rows * heads),
+        STAGES=stages, num_warps=warps,
+        **overlapping(rows * heads if kv.arriving is None else 0),
     )  # fmt: skip
     if splits > 1:
         merge_splits_kernel[(tokens * query_heads,)](

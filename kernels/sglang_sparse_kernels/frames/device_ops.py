@@ -16,6 +16,7 @@ class PoolArgs(NamedTuple):
     clock: torch.Tensor
     cursor: torch.Tensor
     counters: torch.Tensor
+    arriving: torch.Tensor
     cached: int
     first_block: int
 
@@ -32,6 +33,8 @@ class FoundArgs(NamedTuple):
     pages: torch.Tensor
     blocks: torch.Tensor
     ranks: torch.Tensor
+    before: torch.Tensor
+    counted: torch.Tensor
     missing: torch.Tensor
     victims: torch.Tensor
     num_missing: torch.Tensor

@@ -3,6 +3,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton implementation of loading: programs read missing blocks straight from host memory.
 
+Attention is launched as soon as all programs run, goes on beside them, and waits for the pages that
+it reads (:func:`.triton_ops.wait_for_pages`). Blocks are loaded in the order of a lookup's entries,
+which is that of attention's programs. No program waits for one that has not started.
+
 Programs with a block to copy note when they begin and end. The last one to end adds the time from
 the first beginning to the last end to the pool's counters, and clears the notes for the next load.
 """
@@ -12,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ..device import programs_to_fill
-from ..triton_ops import INTERPRETED, read_clock
+from ..triton_ops import INTERPRETED, begin_after, overlapping, page_arrived, read_clock
 from .types import COUNTERS, NEVER, FoundFrames, FramePool
 
 # Not measured on a GPU yet.
@@ -25,10 +29,11 @@ UNSET = tl.constexpr(NEVER)
 
 @triton.jit
 def load_blocks_kernel(
-    host, k, v, missing, victims, num_missing, counters, timing, clock,
+    host, k, v, missing, victims, num_missing, arriving, counters, timing, clock,
     WORDS: tl.constexpr, BW: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     # WORDS: 4-byte words of the keys of a block; as many of its values follow.
+    begin_after()
     o_w = tl.arange(0, BW)
     count = tl.load(num_missing)
     if tl.program_id(0) >= count:
@@ -44,6 +49,7 @@ def load_blocks_kernel(
             b_k, b_v = tl.load(p_from), tl.load(p_from + WORDS)
             tl.store(k + p_to, b_k)
             tl.store(v + p_to, b_v)
+        page_arrived(arriving, i_frame)
     if TIMED:
         # Behind the stores of all threads, which wait for what was loaded.
         tl.debug_barrier()
@@ -70,8 +76,8 @@ def load_blocks_triton(
     words, k, v = (rows.view(torch.int32) for rows in (host, pool.k, pool.v))
     count = words.shape[-1] * pool.page_size
     load_blocks_kernel[(programs_to_fill(pool.k.device, CTAS_PER_SM),)](
-        words, k, v, found.missing, found.victims, found.num_missing, pool.counters, pool.timing,
-        clock,
+        words, k, v, found.missing, found.victims, found.num_missing, pool.arriving,
+        pool.counters, pool.timing, clock,
         WORDS=count, BW=min(count, TILE_WORDS),
-        TIMED=clock is not None or not INTERPRETED.value,
+        TIMED=clock is not None or not INTERPRETED.value, **overlapping(0),
     )  # fmt: skip

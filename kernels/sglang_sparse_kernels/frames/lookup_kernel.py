@@ -5,8 +5,9 @@
 
 1. Every entry bids for its block with the negative of its number, by an atomic maximum. A block
    that is in a frame keeps the frame's number. A missing one keeps the bid of its first entry.
-2. One program counts the first entries in their order and finds as many frames.
-3. Every entry reads its frame. First entries put their block there.
+2. Programs count the first entries of their tiles. The last one to end adds them up and finds as
+   many frames.
+3. Every entry reads its frame. First entries put their block there, for :mod:`.load_kernel`.
 
 Maxima and sums of integers do not depend on the order of programs, so the result repeats.
 """
@@ -17,11 +18,11 @@ import triton.language as tl
 
 from ..plan import DecodePlan
 from ..records import Lists, ListSpan
-from .types import MISSING, FoundFrames, FramePool
+from ..triton_ops import begin, overlapping
+from .types import MISSING, TILE_ENTRIES, FoundFrames, FramePool
 
 # Not measured on a GPU yet.
-TILE_ENTRIES = 256
-CLAIM_TILE = 2048
+VICTIMS_TILE = 1024
 NOWHERE = tl.constexpr(MISSING)
 
 
@@ -31,6 +32,7 @@ def bid_kernel(
     stride_table, capacity, entries, H: tl.constexpr, LISTS: tl.constexpr, PAGE: tl.constexpr,
     UNIT: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
+    begin()
     i_rh = tl.program_id(0)
     i_r, i_h = i_rh // H, i_rh % H
     o_t = tl.program_id(1) * BT + tl.arange(0, BT)
@@ -74,22 +76,38 @@ def bid_kernel(
 
 
 @triton.jit
-def claim_kernel(pool, found, total, BT: tl.constexpr):
-    missing = 0
-    for i_e in range(0, total, BT):
-        o_e = i_e + tl.arange(0, BT)
-        b_block = tl.load(found.blocks + o_e, mask=o_e < total, other=-1)
-        m_e = b_block >= 0
-        b_bid = tl.load(pool.frame_of + b_block, mask=m_e, other=0)
-        m_e &= b_bid == -1 - o_e
-        b_rank = missing + tl.cumsum(m_e.to(tl.int32), 0) - 1
-        tl.store(found.ranks + o_e, b_rank, mask=m_e)
-        tl.store(found.missing + b_rank, b_block, mask=m_e)
-        missing += tl.sum(m_e.to(tl.int32), 0)
+def claim_kernel(pool, found, total, BT: tl.constexpr, BV: tl.constexpr):
+    begin()
+    i_t, tiles = tl.program_id(0), tl.num_programs(0)
+    o_e = i_t * BT + tl.arange(0, BT)
+    b_block = tl.load(found.blocks + o_e, mask=o_e < total, other=-1)
+    m_e = b_block >= 0
+    b_bid = tl.load(pool.frame_of + b_block, mask=m_e, other=0)
+    b_first = (m_e & (b_bid == -1 - o_e)).to(tl.int32)
+    tl.store(found.ranks + o_e, tl.cumsum(b_first, 0) - b_first, mask=b_first > 0)
+    tl.store(found.before + i_t, tl.sum(b_first, 0))
+    tl.debug_barrier()
+    if tl.atomic_add(found.counted, 1) == tiles - 1:
+        tl.debug_barrier()
+        tl.store(found.counted, 0)
+        missing = 0
+        for i_v in range(0, tiles, BV):
+            o_v = i_v + tl.arange(0, BV)
+            # Past the first-level cache, which does not see what other programs stored.
+            b_count = tl.load(found.before + o_v, mask=o_v < tiles, other=0, cache_modifier=".cg")
+            tl.store(
+                found.before + o_v, missing + tl.cumsum(b_count, 0) - b_count, mask=o_v < tiles
+            )
+            missing += tl.sum(b_count, 0)
+        _find_victims(pool, found, missing, BV)
 
+
+@triton.jit
+def _find_victims(pool, found, missing, BV: tl.constexpr):
+    """The least recently used frames for so many blocks, and what the counters say of them."""
     now, cursor, served = tl.load(pool.clock), tl.load(pool.cursor), 0
     while (served < missing) & (cursor < pool.cached):
-        o_f = cursor + tl.arange(0, BT)
+        o_f = cursor + tl.arange(0, BV)
         b_frame = tl.load(pool.order + o_f, mask=o_f < pool.cached, other=-1)
         m_f = b_frame >= 0
         m_f &= tl.load(pool.stamp + b_frame, mask=m_f, other=0) != now
@@ -99,7 +117,7 @@ def claim_kernel(pool, found, total, BT: tl.constexpr):
         served += tl.sum(m_f.to(tl.int32), 0)
         # The next search begins behind the last frame that was taken; the frames before are in use.
         after = tl.max(tl.where(m_f, o_f + 1, 0), 0)
-        cursor = tl.where(served < missing, cursor + BT, after)
+        cursor = tl.where(served < missing, cursor + BV, after)
     tl.store(pool.cursor, cursor)
     tl.store(found.num_missing, served)
     tl.store(pool.counters + 1, tl.load(pool.counters + 1) + served)
@@ -108,6 +126,7 @@ def claim_kernel(pool, found, total, BT: tl.constexpr):
 
 @triton.jit
 def settle_kernel(pool, found, total, entries, BT: tl.constexpr):
+    begin()
     o_e = tl.program_id(0) * BT + tl.arange(0, BT)
     b_page = tl.load(found.pages + o_e, mask=o_e < total, other=-1)
     m_e = b_page >= 0
@@ -116,6 +135,7 @@ def settle_kernel(pool, found, total, entries, BT: tl.constexpr):
     b_bid = tl.load(pool.frame_of + b_block, mask=m_e, other=0)
     m_bid = (b_bid < 0) & (b_bid != NOWHERE)
     b_rank = tl.load(found.ranks - 1 - b_bid, mask=m_bid, other=0)
+    b_rank += tl.load(found.before + (-1 - b_bid) // BT, mask=m_bid, other=0)
     m_served = m_bid & (b_rank < tl.load(found.num_missing))
     b_frame = tl.load(found.victims + b_rank, mask=m_served, other=0)
     m_first = m_bid & (b_bid == -1 - o_e)
@@ -125,6 +145,8 @@ def settle_kernel(pool, found, total, entries, BT: tl.constexpr):
     b_held = tl.load(pool.frame_of + b_old, mask=m_own & (b_old >= 0), other=NOWHERE)
     tl.store(pool.frame_of + b_old, NOWHERE, mask=m_own & (b_held == b_frame))
     tl.store(pool.owner + b_frame, b_block, mask=m_own)
+    tl.store(pool.arriving + b_frame, tl.full((BT,), 1, tl.int32), mask=m_own)
+    tl.store(found.missing + b_rank, b_block, mask=m_own)
     tl.store(pool.stamp + b_frame, tl.zeros((BT,), tl.int32) + tl.load(pool.clock), mask=m_own)
     tl.store(pool.frame_of + b_block, tl.where(m_served, b_frame, NOWHERE), mask=m_first)
     p_table = found.page_table + (o_e // entries).to(tl.int64) * found.stride_table
@@ -144,6 +166,8 @@ def find_frames_triton(
     rows, heads = plan.num_rows, pool.heads
     tails = span is None or span.tails
     entries = lists.capacity + (found.tail_pages if tails else 0)
+    # All three are small, so each comes up while the one before ends, in batches of any size.
+    overlap = overlapping(0)
     first, last = (None, None) if span is None else (span.first, span.last)
     pool_args, found_args, total = pool.args(layer), found.args, rows * heads * entries
     bid_kernel[(rows * heads, triton.cdiv(entries, TILE_ENTRIES))](
@@ -151,9 +175,10 @@ def find_frames_triton(
         lists.head_map, first, last, pool_args, found_args, page_table.stride(0), lists.capacity,
         entries,
         H=heads, LISTS=lists.indices.shape[1], PAGE=pool.page_size, UNIT=lists.unit,
-        BT=TILE_ENTRIES,
+        BT=TILE_ENTRIES, **overlap,
     )  # fmt: skip
-    claim_kernel[(1,)](pool_args, found_args, total, BT=CLAIM_TILE, num_warps=8)
-    settle_kernel[(triton.cdiv(total, TILE_ENTRIES),)](
-        pool_args, found_args, total, entries, BT=TILE_ENTRIES
+    tiles = triton.cdiv(total, TILE_ENTRIES)
+    claim_kernel[(tiles,)](
+        pool_args, found_args, total, BT=TILE_ENTRIES, BV=VICTIMS_TILE, **overlap
     )
+    settle_kernel[(tiles,)](pool_args, found_args, total, entries, BT=TILE_ENTRIES, **overlap)

@@ -27,10 +27,13 @@ touches more than the pool's :class:`FrameDemand` says. A block counts once a st
 rows and units touch it. Pinned blocks do not count.
 
 ``stall_nanoseconds``: how long the loads took, each from the moment when the first program begins
-to copy to the moment when the last one has copied. Kernels of a step run one after the other, so
-the step does nothing else meanwhile. Kernels read the GPU's clock; PyTorch's copies are timed on
-the host. Lookups that miss nothing add nothing.
+to copy to the moment when the last one has copied. Meanwhile a step attends to what is there, and
+does nothing else: so it is the longest that the step may have waited. Kernels read the GPU's clock;
+PyTorch's copies are timed on the host. Lookups that miss nothing add nothing.
 """
+
+TILE_ENTRIES = 256
+"""Entries of a lookup that are counted together."""
 
 NEVER = 2**63 - 1
 """When the first program of a load began, as long as none has."""
@@ -98,6 +101,7 @@ class FramePool:
         clock: int32 [1], the number of the step.
         cursor: int32 [1], frames of ``order`` before it are in use in this step.
         counters: int64 [4], see :data:`COUNTERS`.
+        arriving: int32 [frames], 1 for frames whose block was looked up and is yet to be loaded.
         timing: int64 [3], of a load that runs: when its first program began and when its last one
             ended, in nanoseconds, and how many have ended. Between loads ``(NEVER, 0, 0)``.
         demand: what the pool was made for.
@@ -113,6 +117,7 @@ class FramePool:
     clock: torch.Tensor
     cursor: torch.Tensor
     counters: torch.Tensor
+    arriving: torch.Tensor
     timing: torch.Tensor
     demand: FrameDemand
 
@@ -161,6 +166,7 @@ class FramePool:
             clock=numbers(1),
             cursor=numbers(1),
             counters=torch.zeros(len(COUNTERS), dtype=torch.int64, device=device),
+            arriving=numbers(frames),
             timing=torch.tensor([NEVER, 0, 0], device=device),
             demand=demand,
         )
@@ -186,7 +192,7 @@ class FramePool:
 
         return PoolArgs(
             self.frame_of, self.owner, self.stamp, self.order, self.clock, self.cursor,
-            self.counters, self.cached, layer * self.frame_of[0].numel(),
+            self.counters, self.arriving, self.cached, layer * self.frame_of[0].numel(),
         )  # fmt: skip
 
     def check_host(self, host: torch.Tensor) -> None:
@@ -227,7 +233,9 @@ class FoundFrames:
         pages: int32 [max_rows * H, list_units + tail_pages], the logical page of each entry that a
             row looks up, -1 for none: those of its listed units, then those of its tail.
         blocks: the same shape, the block of each entry.
-        ranks: the same shape, how many blocks go before one that is missing.
+        ranks: the same shape, how many blocks go before one that is missing, in its tile.
+        before: int32 [tiles], how many are missing in the tiles of entries before each.
+        counted: int32 [1], tiles that have been counted; 0 between lookups.
         missing: int32 [entries], blocks to load.
         victims: int32 [entries], the frame of each of them.
         num_missing: int32 [1], how many there are.
@@ -239,6 +247,8 @@ class FoundFrames:
     pages: torch.Tensor
     blocks: torch.Tensor
     ranks: torch.Tensor
+    before: torch.Tensor
+    counted: torch.Tensor
     missing: torch.Tensor
     victims: torch.Tensor
     num_missing: torch.Tensor
@@ -278,6 +288,8 @@ class FoundFrames:
             pages=numbers(*entries),
             blocks=numbers(*entries),
             ranks=numbers(*entries),
+            before=numbers(-(-entries[0] * entries[1] // TILE_ENTRIES)),
+            counted=numbers(1),
             missing=numbers(entries[0] * entries[1]),
             victims=numbers(entries[0] * entries[1]),
             num_missing=numbers(1),
@@ -304,8 +316,8 @@ class FoundFrames:
         return FoundArgs(
             plan.page_table, plan.seq_lens, plan.tail_start, plan.k_units, plan.request_slots,
             self.list_rows,
-            self.pages, self.blocks, self.ranks, self.missing, self.victims, self.num_missing,
-            plan.page_table.stride(0),
+            self.pages, self.blocks, self.ranks, self.before, self.counted, self.missing,
+            self.victims, self.num_missing, plan.page_table.stride(0),
         )  # fmt: skip
 
     def check(
@@ -335,7 +347,7 @@ class FoundFrames:
     def kv(self, pool: FramePool, rows: int, scales: KVScales) -> KVView:
         """The frames as attention of a batch of ``rows`` rows reads them."""
         table = self.rows(pool, rows).page_table
-        return KVView(pool.k, pool.v, table, pool.page_size, scales)
+        return KVView(pool.k, pool.v, table, pool.page_size, scales, pool.arriving)
 
     def lists(self, pool: FramePool, rows: int, lists: Lists) -> Lists:
         """``lists`` as attention of a batch of ``rows`` rows reads them, a KV head a row."""

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..plan import DecodePlan
 from ..records import KVView, Lists, ListSpan, Softmax
-from ..triton_ops import constants
+from ..triton_ops import begin, begin_beside, constants, end_after, overlapping
 from .finish_kernel import SLICES, check_stop, merge_chunks
 from .kernel import (
     CHANNELS,
@@ -79,6 +79,10 @@ def begin_rounds_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def attend_round_kernel(work, progress, count, L: tl.constexpr, T: tl.constexpr):
+    if work.kv.arriving is None:
+        begin()
+    else:
+        begin_beside()
     rows, windows = work.rows, work.windows
     o_r = tl.arange(0, T.BR)
     m_r = o_r < count
@@ -93,6 +97,8 @@ def attend_round_kernel(work, progress, count, L: tl.constexpr, T: tl.constexpr)
     b_tiles = b_end - tl.where(b_attended > 0, b_begin, 0)
     b_tiles = tl.where(m_r & (b_extended > b_attended), b_tiles, 0)
     attend_split(b_tiles, b_candidates, b_attended, work, L, T)
+    if work.kv.arriving is not None:
+        end_after()
 
 
 @triton.jit(do_not_specialize_on_alignment=SLICES)
@@ -167,7 +173,7 @@ def attend_round_triton(
     )
     last = rounds.number == ROUNDS - 1
     attend_round_kernel[(num_programs(q.device),)](
-        made.work, made.progress, made.row_heads, **made.attend
+        made.work, made.progress, made.row_heads, **made.attend, **overlapping(0)
     )
     finish_round_kernel[(made.row_heads, q.shape[2] // CHANNELS if last else 1)](
         *check_arguments(made, plan, stop, state, out), Span.of(rounds.span),

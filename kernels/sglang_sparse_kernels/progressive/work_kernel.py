@@ -27,6 +27,7 @@ from ..triton_ops import (
     scaled_logits,
     slots_of,
     tail_positions,
+    wait_for_pages,
     widened,
 )
 from .rank_kernel import forced_range, prologue_units
@@ -223,6 +224,13 @@ def _attend_tiles(
     batch = (tile_first - first_tiles) // L.BATCH_TILES
     chunk = tl.where(tile_first < first_tiles, tile_first // chunk_tiles, first_chunks + batch)
     at = 0
+    if kv.arriving is not None:
+        for tile in range(tile_first, tile_last):
+            b_slot, m_kv, tokens = _tile_slots(
+                p_list, p_table, tile, first_tiles, tail, tail_tokens, seq_len, prologue, total, L,
+                T.PAGE, work.windows is not None,
+            )  # fmt: skip
+            wait_for_pages(kv.arriving, b_slot // T.PAGE)
     for tile in tl.range(tile_first, tile_last, num_stages=T.STAGES):
         b_slot, m_kv, tokens = _tile_slots(
             p_list, p_table, tile, first_tiles, tail, tail_tokens, seq_len, prologue, total, L,

@@ -34,8 +34,10 @@ from sglang_sparse_kernels.frames import (
     begin_step,
     find_frames,
     load_blocks,
+    lookup_kernel,
     pin_pages,
     release_pages,
+    types,
 )
 from sglang_sparse_kernels.frames.types import MISSING, NEVER
 from sglang_sparse_kernels.records import ListSpan
@@ -175,6 +177,8 @@ class Schedules(RuleBasedStateMachine):
         owners = self.pool.owner.tolist()
         loaded = self.oracle.look_up(asked)
         find_frames(self.pool, *batch, found=self.found, impl=self.impl, span=span)
+        if self.impl == "triton":
+            assert set(self.pool.arriving.nonzero().flatten().tolist()) == {f for _, f in loaded}
         load_blocks(self.pool, self.host, self.found, impl=self.impl)
         count = int(self.found.num_missing)
         pairs = torch.stack((self.found.missing[:count], self.found.victims[:count]), 1)
@@ -240,6 +244,7 @@ class Schedules(RuleBasedStateMachine):
                 assert same_bytes(frame_bytes(self.pool, frame), blocks[block])
         taken = [frame for frame in frame_of if frame >= 0]
         assert len(set(taken)) == len(taken)
+        assert not self.pool.arriving.any()
         assert self.pool.order.tolist() == self.oracle.order
         assert self.pool.counters[:3].tolist() == [self.oracle.hits, self.oracle.loads, 0]
         used = (self.pool.stamp == self.pool.clock).nonzero().flatten().tolist()
@@ -251,8 +256,13 @@ class Schedules(RuleBasedStateMachine):
 HARD_CASES = {"evicted", "empty", "released before", "missing twice", "in a later part"}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_replacement_equals_the_oracles_under_any_schedule(impl: str) -> None:
+@pytest.mark.parametrize(("impl", "tile"), [*((impl, 256) for impl in IMPLS), ("triton", 4)])
+def test_replacement_equals_the_oracles_under_any_schedule(
+    impl: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (types, lookup_kernel):
+        monkeypatch.setattr(module, "TILE_ENTRIES", tile)
+    monkeypatch.setattr(lookup_kernel, "VICTIMS_TILE", tile // 2)
     machine = type("Machine", (Schedules,), {"impl": impl, "seen": set()})
     examples = 25 if impl == "triton" and DEVICE.type == "cpu" else 60
     # Now and then a hard case is missing by chance: each round draws twice as many.
