@@ -135,8 +135,9 @@ def run(label: str, args: argparse.Namespace) -> None:
     """Start the server of one configuration, measure it, end it, complete its report."""
     out = args.out / f"{label}.json"
     cells = [tuple(map(int, cell.split("x"))) for cell in args.profile]
-    separate = [int(cell.split("x")[1]) for cell in args.separate]
-    batch = max([*args.batches, *separate, *(size for _, size in cells)])
+    batch = max(
+        [*args.batches, *(cell.batch for cell in args.separate), *(size for _, size in cells)]
+    )
     attention = [*(CONFIGURATIONS | PLACEMENTS)[label], *shlex.split(args.flags)]
     command = server_command(args.model, args.port, batch, attention)
     with running_server(command, args.port, args.logs / f"{label}.log") as url:

@@ -6,10 +6,10 @@ dense and sparse servers with dummy weights can be measured side by side:
 
     python loadtest/decode_latency.py --base-url http://127.0.0.1:30000 --label sparcas --out x.json
 
-The requests of a batch either share one prompt (its KV is computed once and read by all) or each
-have their own. The time per output token is the slope between a short and a long generation on
-cached prompts. So it contains no time of prefill and HTTP. The median over repeats is reported with
-its spread.
+The requests of a batch share one prompt, whose KV is computed once and read by all, or take a few
+prompts in turn, or each have their own. The time per output token is the slope between a short and
+a long generation on cached prompts. So it contains no time of prefill and HTTP. The median over
+repeats is reported with its spread.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +68,39 @@ def generate(
     return seconds, [a["meta_info"]["cached_tokens"] for a in answers]
 
 
-def measure(
-    base_url: str, context: int, batch: int, *, shared: bool, vocab: int, repeats: int
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Cell:
+    """What is measured: ``batch`` requests that take ``prompts`` prompts of ``context`` tokens."""
+
+    context: int
+    batch: int
+    prompts: int
+
+    @staticmethod
+    def separate(text: str) -> Cell:
+        """`type` of an argument: CONTEXTxBATCH, or CONTEXTxBATCH/PROMPTS."""
+        found = re.fullmatch(r"(\d+)x(\d+)(?:/(\d+))?", text)
+        context, batch, prompts = (int(n or 0) for n in found.groups()) if found else (0, 0, 0)
+        if not context or not 0 <= prompts <= batch > 0:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not CONTEXTxBATCH or CONTEXTxBATCH/PROMPTS, with PROMPTS <= BATCH"
+            )
+        return Cell(context, batch, prompts or batch)
+
+    def documents(self, vocab: int) -> list[list[int]]:
+        """Its prompts: random tokens, the same for any batch that takes as many."""
+        source = random.Random(f"{self.context}/{self.prompts}")
+        return [
+            [source.randrange(10, vocab) for _ in range(self.context)] for _ in range(self.prompts)
+        ]
+
+
+def measure(base_url: str, cell: Cell, *, vocab: int, repeats: int) -> dict[str, Any]:
     """One cell: warm the prefix cache, then time short and long generations in turn."""
-    source = random.Random(f"{context}/{'shared' if shared else batch}")
-    one = [source.randrange(10, vocab) for _ in range(context)]
-    prompts = [one] * batch
-    if not shared:
-        prompts = [[source.randrange(10, vocab) for _ in range(context)] for _ in range(batch)]
-    first_token = []
-    for prompt in prompts[: 1 if shared else batch]:
+    documents, first_token = cell.documents(vocab), []
+    for prompt in documents:
         first_token.append(generate(base_url, [prompt], 1)[0])
+    prompts = [documents[number % cell.prompts] for number in range(cell.batch)]
     generate(base_url, prompts, SHORT)
     slopes, cached = [], []
     for _ in range(repeats):
@@ -85,9 +108,10 @@ def measure(
         long, cached = generate(base_url, prompts, LONG)
         slopes.append(1000 * (long - short) / (LONG - SHORT))
     return {
-        "context": context,
-        "batch": batch,
-        "shared_prompt": shared,
+        "context": cell.context,
+        "batch": cell.batch,
+        "prompts": cell.prompts,
+        "shared_prompt": cell.prompts == 1,
         "ms_per_token": statistics.median(slopes),
         "ms_per_token_min": min(slopes),
         "ms_per_token_max": max(slopes),
@@ -98,26 +122,28 @@ def measure(
 
 def frames_of(base_url: str) -> dict[str, int]:
     """What decode steps found in frames and loaded so far; empty where KV lies on the device."""
-    state = (call(base_url, "/server_info").get("internal_states") or [{}])[0]
-    frames = (state.get("sparse") or {}).get("frames") or {}
-    return {name: frames[name] for name in ("hits", "loads", "loaded_bytes") if name in frames}
+    state = (call(base_url, "/server_info").get("internal_states") or [{}])[0].get("sparse") or {}
+    frames = state.get("frames")
+    if not frames:
+        return {}
+    names = ("hits", "loads", "loaded_bytes", "stall_nanoseconds")
+    return {"steps": state["decode_steps"]["sparse"]} | {name: frames[name] for name in names}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that every measuring script has."""
     parser.add_argument("--contexts", type=int, nargs="*", default=[1000, 32000, 120000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 16])
-    parser.add_argument("--separate", nargs="*", default=[], metavar="CONTEXTxBATCH")
+    parser.add_argument("--separate", nargs="*", default=[], type=Cell.separate,
+                        metavar="CONTEXTxBATCH[/PROMPTS]",
+                        help="batches with prompts of their own, or so many")  # fmt: skip
     parser.add_argument("--vocab", type=int, default=128000)
     parser.add_argument("--repeats", type=int, default=3)
 
 
 def measure_server(base_url: str, label: str, args: argparse.Namespace, out: Path) -> None:
     """Measure every cell that the arguments name; the report is written after each of them."""
-    cells = [(c, b, True) for c in args.contexts for b in args.batches]
-    for cell in args.separate:
-        context, batch = map(int, cell.split("x"))
-        cells.append((context, batch, False))
+    cells = [Cell(c, b, 1) for c in args.contexts for b in args.batches] + args.separate
     info = call(base_url, "/server_info")
     state = (info.get("internal_states") or [{}])[0]
     report: dict[str, Any] = {
@@ -129,16 +155,14 @@ def measure_server(base_url: str, label: str, args: argparse.Namespace, out: Pat
         "sparse": state.get("sparse"),
         "cells": [],
     }
-    for context, batch, shared in cells:
+    for cell in cells:
         before = frames_of(base_url)
-        cell = measure(
-            base_url, context, batch, shared=shared, vocab=args.vocab, repeats=args.repeats
-        )
+        found = measure(base_url, cell, vocab=args.vocab, repeats=args.repeats)
         if before:
             after = frames_of(base_url)
-            cell["frames"] = {name: after[name] - before[name] for name in after}
-        report["cells"].append(cell)
-        print(json.dumps(cell), flush=True)
+            found["frames"] = {name: after[name] - before[name] for name in after}
+        report["cells"].append(found)
+        print(json.dumps(found), flush=True)
         out.write_text(json.dumps(report, indent=1) + "\n")
     sparse = call(base_url, "/server_info")["internal_states"][0].get("sparse") or {}
     report["decode_steps"] = sparse.get("decode_steps")

@@ -11,6 +11,8 @@
   budget against dense, batches against their rows alone (:mod:`served_checks`).
 - `cascade`: the same of servers that hold a bounded number of tokens (:mod:`cascade_checks`).
 - `placed`: the same of servers with all KV in host memory.
+- `evicted`: prompts that went to host memory and came back, against a server that evicts nothing
+  (:mod:`evicted_checks`).
 - `windows`: the same of servers whose streaming heads hold sinks and windows only
   (:mod:`window_checks`).
 - `soak`: mixed load with aborts, disconnects, cancellations and flushes, then SGLang's memory check
@@ -39,6 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import cascade_checks
+import evicted_checks
 import served_checks
 import server_host
 import soak
@@ -122,6 +125,17 @@ def windows(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     return beside_dense(dense | window_checks.configurations(), check, args, environment)
 
 
+def evict(args: argparse.Namespace, environment: dict[str, str]) -> Part:
+    """Start dense, servers that evict prompts to the host and servers that do not, and compare."""
+    dense = {"dense": served_checks.configurations()["dense"]}
+
+    def check(outcome: Outcome, urls: Urls, asked: Asked) -> None:
+        evicted_checks.check(outcome, urls, asked.prompts, asked.dense)
+
+    flags = dense | evicted_checks.configurations()
+    return beside_dense(flags, check, args, environment | soak.VERIFY)
+
+
 class Asked(NamedTuple):
     """What a dense server was asked, and its answers with their noise."""
 
@@ -178,6 +192,7 @@ PARTS: dict[str, Callable[[argparse.Namespace, dict[str, str]], Part]] = {
     "drafts": draft,
     "cascade": cascade,
     "placed": place,
+    "evicted": evict,
     "windows": windows,
     "soak": soaked,
 }

@@ -186,14 +186,16 @@ def answers(
         sampling["custom_params"] = {"sparse": {"budget": budget}}
     body = {"input_ids": prompts, "sampling_params": sampling}
     body |= {"return_logprob": True, "top_logprobs_num": TOP}
-    found = []
-    for reply in call(url, "/generate", body, timeout=600):
-        meta = reply["meta_info"]
-        chosen = meta["output_token_logprobs"]
-        top = [{token: p for p, token, _ in row} for row in meta["output_top_logprobs"]]
-        said, logprobs = [t for _, t, _ in chosen], [p for p, _, _ in chosen]
-        found.append(Answer(said, logprobs, top, meta.get("spec_verify_ct", 0)))
-    return found
+    return [answer_of(reply) for reply in call(url, "/generate", body, timeout=600)]
+
+
+def answer_of(reply: dict[str, Any]) -> Answer:
+    """A reply with log-probabilities and the most likely tokens."""
+    meta = reply["meta_info"]
+    chosen = meta["output_token_logprobs"]
+    top = [{token: p for p, token, _ in row} for row in meta["output_top_logprobs"]]
+    said, logprobs = [t for _, t, _ in chosen], [p for p, _, _ in chosen]
+    return Answer(said, logprobs, top, meta.get("spec_verify_ct", 0))
 
 
 def flush(url: str) -> None:

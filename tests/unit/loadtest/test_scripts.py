@@ -48,6 +48,7 @@ def test_statistics_are_counted_from_locusts_final_report(tmp_path: Path) -> Non
         (soak, "--out x --method nonsense", ["--method", "'nonsense'", "kascade_sketch"]),
         (soak, "--out x --base-url http://127.0.0.1:9", ["--base-url", "no SGLang server answers"]),
         (decode_latency, "--label x --out x --base-url http://127.0.0.1:9", ["no SGLang server"]),
+        (decode_latency, "--label x --out x --separate 10x2/3", ["'10x2/3' is not CONTEXTxBATCH"]),
         (capacity, "--out x --start sparcas dense", ["dense first", "--limit-from"]),
         (
             capacity_gpus,
@@ -67,6 +68,28 @@ def test_wrong_arguments_end_with_one_line(
     assert ended.value.code == 2
     told = capsys.readouterr().err.strip().splitlines()[-1]
     assert all(word in told for word in words), told
+
+
+def test_requests_of_a_batch_take_a_cells_prompts_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[list[list[int]], int]] = []
+
+    def generate(url: str, prompts: list[list[int]], tokens: int) -> tuple[float, list[int]]:
+        sent.append((prompts, tokens))
+        return tokens / 1000, [7] * len(prompts)
+
+    monkeypatch.setattr(decode_latency, "generate", generate)
+    cell = decode_latency.Cell.separate("50x5/2")
+    found = decode_latency.measure("", cell, vocab=1000, repeats=2)
+    first, second = sent[0][0][0], sent[1][0][0]
+    assert (len(first), len(second)) == (50, 50)
+    assert first != second
+    assert [tokens for _, tokens in sent[:2]] == [1, 1]
+    assert all(prompts == [first, second, first, second, first] for prompts, _ in sent[2:])
+    assert found["ms_per_token"] == pytest.approx(1)
+    assert (found["prompts"], found["shared_prompt"]) == (2, False)
+    # A larger batch with as many prompts finds them in the cache.
+    assert decode_latency.Cell.separate("50x2").documents(1000) == [first, second]
+    assert decode_latency.Cell.separate("50x9").prompts == 9
 
 
 def test_locust_refuses_an_unknown_scenario_before_it_starts() -> None:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server of the reference model answers to prompts that went to host memory and came back.
+
+Two servers of each method are asked the same prompts, many times, in the same random order. One has
+room on the device for few of them and a hierarchical cache, the other for all. Their answers, the
+lengths of the prefixes that they find, and their planes have to be the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+from client import call
+from served_checks import EQUAL, TOKENS, Answer, Outcome, answer_of, compare, flush, sparse_state
+
+METHODS = ("page_minmax", "sparcas", "kascade_sketch")
+EVICTS, ROOMY = " with prompts in host memory", " that evicts nothing"
+SMALL = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "5120"]
+LARGE = ["--max-total-tokens", "65536"]
+ROUNDS = 3  # times that each prompt is asked
+
+
+def configurations() -> dict[str, list[str]]:
+    """Flags of each server."""
+    found = {}
+    for method in METHODS:
+        flags = ["--attention-backend", "sparse", "--sparse-method", method]
+        flags += ["--sparse-config", '{"min_sparse_tokens": 512}']
+        found |= {method + EVICTS: [*flags, *SMALL], method + ROOMY: [*flags, *LARGE]}
+    return found
+
+
+def ask(url: str, prompt: list[int]) -> tuple[Answer, Counter[str]]:
+    """Greedy answer, and how many tokens of its prefix were where."""
+    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    body = {"input_ids": [prompt], "sampling_params": sampling}
+    body |= {"return_logprob": True, "top_logprobs_num": 8}
+    [reply] = call(url, "/generate", body, timeout=600)
+    return answer_of(reply), Counter(reply["meta_info"]["cached_tokens_details"] or {})
+
+
+def check(
+    outcome: Outcome,
+    urls: dict[str, str],
+    prompts: list[list[int]],
+    dense: tuple[list[Answer], float],
+) -> None:
+    """Compare what the servers of :func:`configurations` answer.
+
+    Args:
+        outcome: is added to.
+        urls: of the servers, by name, with planes verified.
+        prompts: far more than the small servers have room for.
+        dense: answers to them, and their noise.
+    """
+    for method in METHODS:
+        pair = urls[method + ROOMY], urls[method + EVICTS]
+        for url in pair:
+            flush(url)
+        order = Random(method).sample(prompts * ROUNDS, len(prompts) * ROUNDS)
+        asked = [[ask(url, prompt) for url in pair] for prompt in order]
+        (stayed, there), (back, found) = (
+            zip(*one, strict=True) for one in zip(*asked, strict=True)
+        )
+        compare(outcome, method + EVICTS, stayed, back, dense[1], EQUAL)
+        lengths = [[sum(where.values()) for where in one] for one in (there, found)]
+        outcome.check(lengths[0] == lengths[1], f"{method}: prefixes have other lengths")
+        cached = sum(found, Counter())
+        few = 4 * cached["host"] < cached.total()
+        outcome.check(not few, f"{method}: under a quarter came from the host: {cached}")
+        same = sum(a.tokens == b.tokens for a, b in zip(stayed, back, strict=True))
+        state = [sparse_state(url) for url in pair]
+        outcome.facts[method] = {
+            "answers": len(order), "same": same, "cached": dict(cached),
+            "recomputed_pages": state[1]["plane_reuse"]["recomputed_pages"],
+            "planes": [one["plane_check"] for one in state],
+        }  # fmt: skip
+        for one in state:
+            planes = one["plane_check"]
+            outcome.check(planes["pages"] > 0 == planes["wrong"], f"{method}: planes {planes}")
