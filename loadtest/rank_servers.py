@@ -11,10 +11,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,35 +133,39 @@ def first_answer(server: Server, began: float) -> dict[str, Any]:
 
 
 class Report:
-    """What was found so far; it is written after each part."""
+    """What was found so far; it is written after each part. Threads may share it."""
 
     def __init__(self, path: Path, **known: Any) -> None:
         self.path, self.found = path, known
+        self._lock = threading.Lock()
 
     def note(self, **found: Any) -> None:
         """Add to the report, write it, and say it in short."""
-        self.found |= found
-        self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+        with self._lock:
+            self.found |= found
+            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
         for name, value in found.items():
             print(name, str(value)[:400], flush=True)
 
 
 @contextmanager
 def started(
-    lines: dict[str, tuple[str, list[str]]], report: Report, logs: Path
+    lines: dict[str, tuple[str, list[str]]], report: Report, logs: Path, first_port: int
 ) -> Iterator[dict[str, Server]]:
     """Servers by their devices and flags; yields those that answered a prompt, and ends all."""
     began, servers = time.monotonic(), {}
     try:
         for index, (name, (devices, flags)) in enumerate(lines.items()):
-            servers[name] = start(name, 31100 + 50 * index, devices, flags, logs)
-        answered = {}
-        for name, server in servers.items():
+            servers[name] = start(name, first_port + 50 * index, devices, flags, logs)
+
+        def answers(server: Server) -> bool:
             found = first_answer(server, began)
-            report.note(**{f"start of {name}": found})
-            if found["answered"]:
-                answered[name] = server
-        yield answered
+            report.note(**{f"start of {server.name}": found})
+            return bool(found["answered"])
+
+        with ThreadPoolExecutor(len(servers)) as pool:
+            answered = list(pool.map(answers, servers.values()))
+        yield {name: servers[name] for name, done in zip(servers, answered, strict=True) if done}
     finally:
         for server in servers.values():
             server.close()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse attention on two GPUs beside one GPU, and beside dense attention on the same two.
+"""Sparse attention on several GPUs beside one GPU, and beside dense attention on the same ones.
 
-    python3 loadtest/tensor_parallel.py --out tensor-parallel.json --commit HASH
+    python3 loadtest/tensor_parallel.py --ranks 2 --out tensor-parallel.json --commit HASH
 
-Part `answers`: for each method the reference model with one rank and with two, and whether two
+Part `answers`: for each method the reference model with one rank and with several, and whether they
 answer as one does. A third server has one rank and computes in float16: what it answers otherwise
 is the work of rounding alone.
 
-Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with two ranks, and the
+Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with as many ranks, and the
 time per output token at long separate prompts.
 
 Servers of a part start at once. If one does not answer its first prompt within two minutes, the
@@ -24,10 +24,12 @@ import statistics
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from compare_latency import gpu
 from rank_servers import Report, Server, started
 
 MODEL = Path(__file__).parents[1] / "configs" / "reference" / "model"
@@ -61,7 +63,7 @@ TOKENS = (16, 80)
 TIE = 0.25
 ANSWER_TOKENS = 16
 ROUNDED = ["--dtype", "float16"]
-# What both ranks of two, and the only one, have counted alike.
+# What each of the ranks, and the only one, have counted alike.
 COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
 
 
@@ -72,11 +74,11 @@ def first_difference(one: list[int], two: list[int]) -> int | None:
 
 
 def compare(
-    one: Server, two: Server, rounded: Server, *, count: int, length: int, vocab: int
+    one: Server, several: Server, rounded: Server, *, count: int, length: int, vocab: int
 ) -> dict[str, Any]:
-    """Greedy answers of two ranks, and of one rank that rounds otherwise, beside those of one.
+    """Greedy answers of several ranks, and of one that rounds otherwise, beside those of one.
 
-    ``ok``: two ranks begin 95 % of their answers as one does, and diverge at near ties, at gaps of
+    ``ok``: they begin 95 % of their answers as one does, and diverge at near ties, at gaps of
     at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh.
     """
     source = random.Random(f"{count}/{length}")
@@ -85,7 +87,7 @@ def compare(
         segment = [source.randrange(300, vocab) for _ in range(source.randrange(40, 200))]
         prompts.append((segment * (length // len(segment) + 1))[:length])
     asked = [
-        [s.generate([p], ANSWER_TOKENS)[0]["meta_info"] for s in (one, two, rounded)]
+        [s.generate([p], ANSWER_TOKENS)[0]["meta_info"] for s in (one, several, rounded)]
         for p in prompts
     ]
     ranks = differences([(a, b) for a, b, _ in asked])
@@ -154,8 +156,8 @@ def step_ms(server: Server, context: int, batch: int, repeats: int) -> dict[str,
 def with_one_kv_head(copies: int, folder: Path) -> Path:
     """The reference model with its first KV head alone, ``copies`` times; it answers nothing right.
 
-    Two ranks replicate one head, and each selects by the query heads that it has. One rank does the
-    same if the model has that head twice.
+    Ranks replicate one head, and each selects by the query heads that it has. One rank does the
+    same if the model has that head as often as there are ranks.
     """
     from safetensors.torch import load_file, save_file
 
@@ -179,61 +181,76 @@ def blocks(state: dict[str, Any]) -> int | None:
     return progress and sum(layer["blocks"] for layer in progress.values())
 
 
-def answers(methods: list[str], replicated: bool, report: Report, logs: Path) -> bool:
-    """Whether two ranks answer as one does, and count as it does, method by method."""
-    one, two = MODEL, MODEL
-    if replicated:
-        one, two = (with_one_kv_head(copies, logs / f"heads-{copies}") for copies in (2, 1))
+def devices_of(ranks: int) -> str:
+    """The first GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    return ",".join(map(str, range(ranks)))
+
+
+def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
+    """Whether several ranks answer as one does, and count as it does, method by method."""
+    methods, ranks = args.answering, args.ranks
+    one, several = MODEL, MODEL
+    if args.replicated:
+        one, several = (with_one_kv_head(copies, logs / f"heads-{copies}") for copies in (ranks, 1))
     common = ["--max-total-tokens", "65536"]
     common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
     lines: dict[str, tuple[str, list[str]]] = {}
-    for method in methods:
+    for number, method in enumerate(methods):
         flags = [*common, "--sparse-method", method]
         flags += ["--sparse-config", json.dumps(ANSWERING[method])]
+        # Servers of one rank are spread over the GPUs.
+        first, second = (str((2 * number + other) % ranks) for other in (0, 1))
         lines |= {
-            f"{method} 1": ("0", [*flags, "--model-path", str(one)]),
-            f"{method} 2": ("0,1", [*flags, "--model-path", str(two), "--tp", "2"]),
-            f"{method} rounded": ("1", [*flags, "--model-path", str(one), *ROUNDED]),
+            f"{method} one": (first, [*flags, "--model-path", str(one)]),
+            f"{method} several": (
+                devices_of(ranks),
+                [*flags, "--model-path", str(several), "--tp", str(ranks)],
+            ),
+            f"{method} rounded": (second, [*flags, "--model-path", str(one), *ROUNDED]),
         }
     found: dict[str, Any] = {}
-    with started(lines, report, logs) as servers:
-        for method in methods:
-            names = [f"{method} {which}" for which in ("1", "2", "rounded")]
+    with started(lines, report, logs, args.port) as servers:
+
+        def ask(method: str) -> None:
+            names = [f"{method} {which}" for which in ("one", "several", "rounded")]
             if not servers.keys() >= set(names):
-                continue
+                return
             asked = [servers[name] for name in names]
-            found[method] = compare(*asked, count=40, length=3000, vocab=2000)
+            outcome = compare(*asked, count=40, length=3000, vocab=2000)
             infos = [server.call("/server_info")["internal_states"][0] for server in asked[:2]]
             states = [info["sparse"] for info in infos]
             each = [{c: of[c] for c in COUNTERS} for of in (states[0], *states[1]["ranks"])]
-            found[method] |= {
+            found[method] = outcome | {
                 "counted": each[0],
-                "counted_alike": each == each[:1] * 3,
+                "counted_alike": each == each[:1] * (1 + ranks),
                 "blocks": [blocks(state) for state in states],
                 "ranks": states[1]["ranks"],
             }
-            report.note(answers=found)
+            report.note(answers=dict(found))
+
+        with ThreadPoolExecutor(len(methods)) as pool:
+            list(pool.map(ask, methods))
     return len(found) == len(methods) and all(
         each["ok"] and each["counted_alike"] for each in found.values()
     )
 
 
 def speed(args: argparse.Namespace, report: Report, logs: Path) -> bool:
-    """Milliseconds per output token of two ranks, sparse beside dense."""
+    """Milliseconds per output token of several ranks, sparse beside dense."""
     (logs / "llama").mkdir()
     (logs / "llama" / "config.json").write_text(json.dumps(LLAMA))
     shape = ["--model-path", str(logs / "llama"), "--load-format", "dummy"]
-    shape += ["--skip-tokenizer-init", "--max-running-requests", "8", "--tp", "2"]
+    shape += ["--skip-tokenizer-init", "--max-running-requests", "8", "--tp", str(args.ranks)]
     shape += ["--mem-fraction-static", "0.85"]
     shape += ["--max-total-tokens", str(args.batch * (args.context + 512) + 8192)]
     sparse = ["--attention-backend", "sparse", "--sparse-method", args.method]
     lines = {
-        "sparse": ("0,1", [*shape, *sparse]),
-        "dense": ("0,1", [*shape, "--attention-backend", "flashinfer"]),
+        "sparse": (devices_of(args.ranks), [*shape, *sparse]),
+        "dense": (devices_of(args.ranks), [*shape, "--attention-backend", "flashinfer"]),
     }
     found = {}
-    with started(lines, report, logs) as servers:
+    with started(lines, report, logs, args.port) as servers:
         for name, server in servers.items():
             found[name] = step_ms(server, args.context, args.batch, args.repeats)
             report.note(**{name: found[name]})
@@ -249,6 +266,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs that a server has")
+    parser.add_argument("--port", type=int, default=31100, help="of the first server")
     parser.add_argument(
         "--parts", nargs="+", choices=("answers", "speed"), default=["answers", "speed"]
     )
@@ -259,7 +278,7 @@ def main() -> int:
     parser.add_argument(
         "--replicated",
         action="store_true",
-        help="a model whose KV head both ranks have",
+        help="a model whose one KV head all ranks have",
     )
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)
@@ -271,10 +290,12 @@ def main() -> int:
     args = parser.parse_args()
     logs = args.logs or Path(tempfile.mkdtemp(prefix="tensor-parallel-"))
     logs.mkdir(parents=True, exist_ok=True)
-    report = Report(args.out, commit=args.commit, method=args.method)
+    report = Report(
+        args.out, commit=args.commit, method=args.method, ranks=args.ranks, device=gpu("name")
+    )
     done = []
     if "answers" in args.parts:
-        done.append(answers(args.answering, args.replicated, report, logs))
+        done.append(answers(args, report, logs))
     if "speed" in args.parts:
         done.append(speed(args, report, logs))
     return 0 if all(done) else 1

@@ -33,7 +33,7 @@ LENGTHS = (1003, 1751, 2503, 3251, 3989)
 SHORT = 40  # tokens of a row that runs dense beside sparse ones
 TIE = 2 / 8
 NOISE_FACTOR = 3.0
-TOP = 8
+TOP = 64
 
 # A request may ask for the whole context.
 WHOLE: dict[str, tuple[dict[str, Any], float]] = {
