@@ -27,7 +27,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from compare_latency import gpu
 from rank_servers import Report, Server, started
@@ -62,6 +62,7 @@ TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
+TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 ROUNDED = ["--dtype", "float16"]
 # What each of the ranks, and the only one, have counted alike.
 COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
@@ -73,54 +74,80 @@ def first_difference(one: list[int], two: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
-def compare(
-    one: Server, several: Server, rounded: Server, *, count: int, length: int, vocab: int
-) -> dict[str, Any]:
+class Prompt(NamedTuple):
+    """Token ids, and how many tokens of the answer are compared."""
+
+    ids: list[int]
+    tokens: int
+
+
+def repeating(count: int, length: int, vocab: int) -> list[Prompt]:
+    """Random passages that repeat, so that many of their pages score nearly alike."""
+    source = random.Random(f"{count}/{length}")
+    prompts = []
+    for _ in range(count):
+        segment = [source.randrange(300, vocab) for _ in range(source.randrange(40, 200))]
+        prompts.append(Prompt((segment * (length // len(segment) + 1))[:length], ANSWER_TOKENS))
+    return prompts
+
+
+def questions(count: int, length: int) -> list[Prompt]:
+    """Questions about facts in a text, with words that the reference model was not trained on."""
+    from sglang_sparse.tasks import FileEncoder, TaskSuite
+
+    suite = TaskSuite(FileEncoder(MODEL), split="heldout")
+    each = [suite.samples(task, length, -(-count // len(TASKS))) for task in TASKS]
+    samples = [sample for some in zip(*each, strict=True) for sample in some][:count]
+    # Behind the answer the model says anything.
+    return [Prompt(one.prompt_ids, len(one.answer_ids)) for one in samples]
+
+
+def compare(one: Server, several: Server, rounded: Server, prompts: list[Prompt]) -> dict[str, Any]:
     """Greedy answers of several ranks, and of one that rounds otherwise, beside those of one.
 
     ``ok``: they begin 95 % of their answers as one does, and diverge at near ties, at gaps of
     at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh.
     """
-    source = random.Random(f"{count}/{length}")
-    prompts = []
-    for _ in range(count):
-        segment = [source.randrange(300, vocab) for _ in range(source.randrange(40, 200))]
-        prompts.append((segment * (length // len(segment) + 1))[:length])
     asked = [
-        [s.generate([p], ANSWER_TOKENS)[0]["meta_info"] for s in (one, several, rounded)]
-        for p in prompts
+        [s.generate([ids], tokens)[0]["meta_info"] for s in (one, several, rounded)]
+        for ids, tokens in prompts
     ]
-    ranks = differences([(a, b) for a, b, _ in asked])
-    rounding = differences([(a, c) for a, _, c in asked])
+    lengths = [tokens for _, tokens in prompts]
+    ranks = differences([(a, b) for a, b, _ in asked], lengths)
+    rounding = differences([(a, c) for a, _, c in asked], lengths)
     near = all(gap <= TIE for gap in ranks["gaps_where_they_diverge"])
     return {
-        "prompts": count,
-        "tokens": length,
+        "prompts": len(prompts),
+        "tokens": len(prompts[0].ids),
         **ranks,
         "by_rounding_alone": rounding,
         "ok": ranks["same_first_token"] >= 0.95 and near and not ranks["cut_short"],
     }
 
 
-def differences(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
+def differences(
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]], lengths: list[int]
+) -> dict[str, Any]:
     """How many answers of the second server are those of the first, and gaps where they diverge.
 
+    ``lengths``: of the answers, in tokens.
     A gap is between the two logits that the first server finds likeliest there.
     """
     same_first = same_all = cut_short = 0
     gaps = []
-    for pair in pairs:
+    for pair, length in zip(pairs, lengths, strict=True):
         tokens = [[x[1] for x in answer["output_token_logprobs"]] for answer in pair]
-        cut_short += any(len(answer) != ANSWER_TOKENS for answer in tokens)
+        cut_short += any(len(answer) != length for answer in tokens)
         apart = first_difference(*tokens)
         same_first += apart != 0
         same_all += apart is None
         if apart is not None and apart < len(tokens[0]):
             likeliest = [entry[0] for entry in pair[0]["output_top_logprobs"][apart]]
-            gaps.append(likeliest[0] - likeliest[1])
+            # Logarithms of probabilities, which float32 rounds once more.
+            gaps.append(round(likeliest[0] - likeliest[1], 4))
     return {
         "same_first_token": same_first / len(pairs),
-        "same_sixteen_tokens": same_all / len(pairs),
+        "same_tokens": same_all / len(pairs),
         "gaps_where_they_diverge": sorted(gaps),
         "cut_short": cut_short,
     }
@@ -195,6 +222,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     common = ["--max-total-tokens", "65536"]
     common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
+    asking = questions(40, 3000) if args.prompts == "questions" else repeating(40, 3000, 2000)
     lines: dict[str, tuple[str, list[str]]] = {}
     for number, method in enumerate(methods):
         flags = [*common, "--sparse-method", method]
@@ -217,7 +245,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
             if not servers.keys() >= set(names):
                 return
             asked = [servers[name] for name in names]
-            outcome = compare(*asked, count=40, length=3000, vocab=2000)
+            outcome = compare(*asked, asking)
             infos = [server.call("/server_info")["internal_states"][0] for server in asked[:2]]
             states = [info["sparse"] for info in infos]
             each = [{c: of[c] for c in COUNTERS} for of in (states[0], *states[1]["ranks"])]
@@ -280,6 +308,10 @@ def main() -> int:
         action="store_true",
         help="a model whose one KV head all ranks have",
     )
+    parser.add_argument(
+        "--prompts", choices=("repeating", "questions"), default="questions",
+        help="questions to the reference model, or random passages that repeat",
+    )  # fmt: skip
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)
     parser.add_argument("--batch", type=int, default=6)

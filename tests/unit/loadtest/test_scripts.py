@@ -215,25 +215,35 @@ class Answering:
 
 def test_ranks_whose_answers_end_early_are_not_equal() -> None:
     whole, cut = Answering([7] * 16), Answering([7] * 15)
-    size = {"count": 2, "length": 50, "vocab": 1000}
-    assert tensor_parallel.compare(whole, whole, whole, **size)["ok"]
+    prompts = tensor_parallel.repeating(2, 50, 1000)
+    assert tensor_parallel.compare(whole, whole, whole, prompts)["ok"]
     for pair in ((whole, cut), (cut, whole), (cut, cut)):
-        found = tensor_parallel.compare(*pair, whole, **size)
+        found = tensor_parallel.compare(*pair, whole, prompts)
         assert (found["ok"], found["cut_short"]) == (False, 2)
 
 
 def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
-    size = {"count": 2, "length": 50, "vocab": 1000}
+    prompts = tensor_parallel.repeating(2, 50, 1000)
     other = Answering([7, *[8] * 15])
     for gap, ok in ((0.2, True), (0.3, False)):
         one = Answering([7] * 16, gap=gap)
         for rounded in (one, other):
-            found = tensor_parallel.compare(one, other, rounded, **size)
-            assert (found["ok"], found["same_first_token"], found["same_sixteen_tokens"]) == (
+            found = tensor_parallel.compare(one, other, rounded, prompts)
+            assert (found["ok"], found["same_first_token"], found["same_tokens"]) == (
                 ok,
                 1,
                 0,
             )
-            assert found["by_rounding_alone"]["same_sixteen_tokens"] == (rounded is one)
+            assert found["by_rounding_alone"]["same_tokens"] == (rounded is one)
     first = Answering([8, *[7] * 15])
-    assert not tensor_parallel.compare(one, first, first, **size)["ok"]
+    assert not tensor_parallel.compare(one, first, first, prompts)["ok"]
+
+
+def test_questions_are_compared_as_far_as_their_answers_go() -> None:
+    short, long = Answering([7] * 3), Answering([7] * 5)
+    prompts = [tensor_parallel.Prompt([1, 2], 3)]
+    assert tensor_parallel.compare(short, short, short, prompts)["ok"]
+    assert tensor_parallel.compare(short, long, short, prompts)["cut_short"] == 1
+    asked = tensor_parallel.questions(5, 600)
+    assert len({tuple(prompt.ids) for prompt in asked}) == len(asked) == 5
+    assert all(0 < len(p.ids) <= 600 - p.tokens < 600 for p in asked)
