@@ -62,7 +62,6 @@ TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
-TASKS = ("multi_key", "multi_value", "multi_query", "variable_tracking")
 ROUNDED = ["--dtype", "float16"]
 # What each of the ranks, and the only one, have counted alike.
 COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
@@ -91,15 +90,9 @@ def repeating(count: int, length: int, vocab: int) -> list[Prompt]:
     return prompts
 
 
-def questions(count: int, length: int) -> list[Prompt]:
-    """Questions about facts in a text, with words that the reference model was not trained on."""
-    from sglang_sparse.tasks import FileEncoder, TaskSuite
-
-    suite = TaskSuite(FileEncoder(MODEL), split="heldout")
-    each = [suite.samples(task, length, -(-count // len(TASKS))) for task in TASKS]
-    samples = [sample for some in zip(*each, strict=True) for sample in some][:count]
-    # Behind the answer the model says anything.
-    return [Prompt(one.prompt_ids, len(one.answer_ids)) for one in samples]
+def prompts_of(path: Path) -> list[Prompt]:
+    """Prompts of a JSON file: a list of pairs, as ``tests/gpu/rank_questions.py`` writes them."""
+    return [Prompt(ids, tokens) for ids, tokens in json.loads(path.read_text())]
 
 
 def compare(one: Server, several: Server, rounded: Server, prompts: list[Prompt]) -> dict[str, Any]:
@@ -222,7 +215,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     common = ["--max-total-tokens", "65536"]
     common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
-    asking = questions(40, 3000) if args.prompts == "questions" else repeating(40, 3000, 2000)
+    asking = prompts_of(args.prompts) if args.prompts else repeating(40, 3000, 2000)
     lines: dict[str, tuple[str, list[str]]] = {}
     for number, method in enumerate(methods):
         flags = [*common, "--sparse-method", method]
@@ -309,8 +302,8 @@ def main() -> int:
         help="a model whose one KV head all ranks have",
     )
     parser.add_argument(
-        "--prompts", choices=("repeating", "questions"), default="questions",
-        help="questions to the reference model, or random passages that repeat",
+        "--prompts", type=Path, metavar="FILE",
+        help="of token ids and lengths of answers; random passages that repeat by default",
     )  # fmt: skip
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)

@@ -16,6 +16,7 @@ import scripts
 from sglang_sparse.config import load_preset, resolve
 
 import gpu_check  # isort: skip
+import rank_questions  # isort: skip
 import served_checks  # isort: skip
 from served_checks import EQUAL, SELECTED, Answer, Outcome, compare
 
@@ -293,3 +294,9 @@ def test_the_committed_report_is_complete_and_linked() -> None:
         assert set(report["parts"]["served"]["servers"]) == set(served_checks.configurations())
         assert "H200" in report["device"]
         assert report["commit"]
+
+
+def test_questions_to_ranks_differ_and_fit() -> None:
+    asked = rank_questions.questions(5, 600)
+    assert len({tuple(ids) for ids, _ in asked}) == len(asked) == 5
+    assert all(0 < len(ids) <= 600 - tokens < 600 for ids, tokens in asked)

@@ -239,11 +239,9 @@ def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
     assert not tensor_parallel.compare(one, first, first, prompts)["ok"]
 
 
-def test_questions_are_compared_as_far_as_their_answers_go() -> None:
+def test_answers_are_compared_as_far_as_the_right_ones_go(tmp_path: Path) -> None:
     short, long = Answering([7] * 3), Answering([7] * 5)
-    prompts = [tensor_parallel.Prompt([1, 2], 3)]
+    (tmp_path / "prompts.json").write_text("[[[1, 2], 3]]")
+    prompts = tensor_parallel.prompts_of(tmp_path / "prompts.json")
     assert tensor_parallel.compare(short, short, short, prompts)["ok"]
     assert tensor_parallel.compare(short, long, short, prompts)["cut_short"] == 1
-    asked = tensor_parallel.questions(5, 600)
-    assert len({tuple(prompt.ids) for prompt in asked}) == len(asked) == 5
-    assert all(0 < len(p.ids) <= 600 - p.tokens < 600 for p in asked)
