@@ -51,12 +51,19 @@ class Server:
         return json.loads(text) if text[:1] in (b"{", b"[") else None
 
     def generate(
-        self, prompts: list[list[int]], tokens: int, timeout: float = 600
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        timeout: float = 600,
+        budget: float | None = None,
     ) -> list[dict[str, Any]]:
         """Greedy answers with the two likeliest tokens of each step."""
+        sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        if budget is not None:
+            sampling["custom_params"] = {"sparse": {"budget": budget}}
         body = {
             "input_ids": prompts,
-            "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+            "sampling_params": sampling,
             "return_logprob": True,
             "top_logprobs_num": 2,
         }

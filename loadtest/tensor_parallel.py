@@ -58,6 +58,15 @@ ANSWERING: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("sparcas", "page_minmax", "psa", "psa_sketch", "lserve"), SELECTING),
     **dict.fromkeys(("kascade", "kascade_sketch"), SELECTING | UNMAPPED),
 }
+# Budgets a little below and above that of the preset: of tokens, a share of them, or of the mass.
+NEARBY: dict[str, tuple[str, tuple[float, ...]]] = {
+    "sparcas": ("tokens", (248, 252, 260, 264)),
+    "page_minmax": ("tokens", (224, 240, 272, 288)),
+    "lserve": ("tokens", (448, 576)),
+    **dict.fromkeys(("kascade", "kascade_sketch"), ("fraction", (0.095, 0.098, 0.102, 0.105))),
+    "psa": ("epsilon", (0.945, 0.948, 0.952, 0.955)),
+    "psa_sketch": ("epsilon", (0.975, 0.978, 0.982, 0.985)),
+}
 TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
@@ -95,11 +104,19 @@ def prompts_of(path: Path) -> list[Prompt]:
     return [Prompt(ids, tokens) for ids, tokens in json.loads(path.read_text())]
 
 
-def compare(one: Server, several: Server, rounded: Server, prompts: list[Prompt]) -> dict[str, Any]:
+def compare(
+    one: Server,
+    several: Server,
+    rounded: Server,
+    prompts: list[Prompt],
+    nearby: tuple[float, ...] = (),
+) -> dict[str, Any]:
     """Greedy answers of several ranks, and of one that rounds otherwise, beside those of one.
 
     ``ok``: they begin 95 % of their answers as one does, and diverge at near ties, at gaps of
-    at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh.
+    at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh, and so
+    are ``wider``, the wider gaps, each with those of the ``nearby`` budgets at which the only rank
+    answers as several do: what is selected is then near a tie.
     """
     asked = [
         [s.generate([ids], tokens)[0]["meta_info"] for s in (one, several, rounded)]
@@ -109,13 +126,43 @@ def compare(one: Server, several: Server, rounded: Server, prompts: list[Prompt]
     ranks = differences([(a, b) for a, b, _ in asked], lengths)
     rounding = differences([(a, c) for a, _, c in asked], lengths)
     near = all(gap <= TIE for gap in ranks["gaps_where_they_diverge"])
+    wider = []
+    for (ids, tokens), (a, b, _) in zip(prompts, asked, strict=True):
+        apart, gap = divergence(a, b)
+        if gap is not None and gap > TIE:
+            want = said(b)[: apart + 1]
+            replies = {
+                budget: said(one.generate([ids], tokens, budget=budget)[0]["meta_info"])
+                for budget in nearby
+            }
+            same = [budget for budget, reply in replies.items() if reply[: apart + 1] == want]
+            wider.append({"gap": gap, "as_one_rank_at_budgets": same})
     return {
         "prompts": len(prompts),
         "tokens": len(prompts[0].ids),
         **ranks,
+        "wider": wider,
         "by_rounding_alone": rounding,
         "ok": ranks["same_first_token"] >= 0.95 and near and not ranks["cut_short"],
     }
+
+
+def said(answer: dict[str, Any]) -> list[int]:
+    """The tokens of an answer."""
+    return [token for _, token, *_ in answer["output_token_logprobs"]]
+
+
+def divergence(one: dict[str, Any], other: dict[str, Any]) -> tuple[int, float | None]:
+    """Where two answers part, and the gap there; the end and None if they do not.
+
+    A gap is between the two logits that the first server finds likeliest.
+    """
+    apart = first_difference(said(one), said(other))
+    if apart is None or apart >= len(said(one)):
+        return len(said(one)), None
+    likeliest = [entry[0] for entry in one["output_top_logprobs"][apart]]
+    # Logarithms of probabilities, which float32 rounds once more.
+    return apart, round(likeliest[0] - likeliest[1], 4)
 
 
 def differences(
@@ -124,25 +171,18 @@ def differences(
     """How many answers of the second server are those of the first, and gaps where they diverge.
 
     ``lengths``: of the answers, in tokens.
-    A gap is between the two logits that the first server finds likeliest there.
     """
-    same_first = same_all = cut_short = 0
-    gaps = []
-    for pair, length in zip(pairs, lengths, strict=True):
-        tokens = [[x[1] for x in answer["output_token_logprobs"]] for answer in pair]
-        cut_short += any(len(answer) != length for answer in tokens)
-        apart = first_difference(*tokens)
-        same_first += apart != 0
-        same_all += apart is None
-        if apart is not None and apart < len(tokens[0]):
-            likeliest = [entry[0] for entry in pair[0]["output_top_logprobs"][apart]]
-            # Logarithms of probabilities, which float32 rounds once more.
-            gaps.append(round(likeliest[0] - likeliest[1], 4))
+    tokens = [[said(answer) for answer in pair] for pair in pairs]
+    apart = [first_difference(*pair) for pair in tokens]
+    gaps = [gap for _, gap in (divergence(*pair) for pair in pairs) if gap is not None]
     return {
-        "same_first_token": same_first / len(pairs),
-        "same_tokens": same_all / len(pairs),
+        "same_first_token": sum(at != 0 for at in apart) / len(pairs),
+        "same_tokens": sum(at is None for at in apart) / len(pairs),
         "gaps_where_they_diverge": sorted(gaps),
-        "cut_short": cut_short,
+        "cut_short": sum(
+            any(len(answer) != length for answer in pair)
+            for pair, length in zip(tokens, lengths, strict=True)
+        ),
     }
 
 
@@ -219,7 +259,9 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     lines: dict[str, tuple[str, list[str]]] = {}
     for number, method in enumerate(methods):
         flags = [*common, "--sparse-method", method]
-        flags += ["--sparse-config", json.dumps(ANSWERING[method])]
+        unit, budgets = NEARBY[method]
+        config = ANSWERING[method] | {"budget": {f"max_{unit}": max(budgets)}}
+        flags += ["--sparse-config", json.dumps(config)]
         # Servers of one rank are spread over the GPUs.
         first, second = (str((2 * number + other) % ranks) for other in (0, 1))
         lines |= {
@@ -238,7 +280,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
             if not servers.keys() >= set(names):
                 return
             asked = [servers[name] for name in names]
-            outcome = compare(*asked, asking)
+            outcome = compare(*asked, asking, NEARBY[method][1])
             infos = [server.call("/server_info")["internal_states"][0] for server in asked[:2]]
             states = [info["sparse"] for info in infos]
             each = [{c: of[c] for c in COUNTERS} for of in (states[0], *states[1]["ranks"])]

@@ -60,9 +60,10 @@ def find_frames(
     KV head h of row r reads the pages of the units on its list that begin below tail_start, as
     attention does, and those of its tail. A block without a frame gets the least recently used one
     that this step has not used: in the order of their first entries, counted by row, KV head and
-    place in the list. It is to be loaded before attention (:func:`load_blocks`). No frame is given
-    to two blocks, and none is taken from a block that the step has looked up, in this layer or in
-    one before. That always succeeds, since a pool has :attr:`FrameDemand.blocks` frames.
+    place in the list. The next launch has to load it (:func:`load_blocks`), and the one behind that
+    to attend: its kernels wait until it is loaded, without end if it never is. No frame is given to
+    two blocks, and none is taken from a block that the step has looked up, in this layer or in one
+    before. That always succeeds, since a pool has :attr:`FrameDemand.blocks` frames.
 
     With a ``span`` a layer may be looked up in several calls, each of which takes a part of the
     lists. What a call found stays where it is to the end of the step. The first call has to take

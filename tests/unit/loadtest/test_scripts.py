@@ -196,17 +196,25 @@ def test_an_answer_that_ends_early_differs_where_it_ends(
 
 
 class Answering:
-    """Answers every prompt with the same tokens, each likelier by ``gap`` than any other."""
+    """Answers every prompt with the same tokens, each likelier by ``gap`` than any other.
 
-    def __init__(self, tokens: list[int], gap: float = 0.1) -> None:
-        self.tokens, self.gap = tokens, gap
+    Some budgets have answers of their own.
+    """
 
-    def generate(self, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    def __init__(
+        self, tokens: list[int], gap: float = 0.1, at: dict[float, list[int]] | None = None
+    ) -> None:
+        self.tokens, self.gap, self.at = tokens, gap, at or {}
+
+    def generate(
+        self, prompts: list[list[int]], tokens: int, budget: float = 0
+    ) -> list[dict[str, Any]]:
+        said = self.at.get(budget, self.tokens)
         return [
             {
                 "meta_info": {
-                    "output_token_logprobs": [[-0.1, token] for token in self.tokens],
-                    "output_top_logprobs": [[[-0.1, 1], [-0.1 - self.gap, 2]] for _ in self.tokens],
+                    "output_token_logprobs": [[-0.1, token] for token in said],
+                    "output_top_logprobs": [[[-0.1, 1], [-0.1 - self.gap, 2]] for _ in said],
                 }
             }
             for _ in prompts
@@ -237,6 +245,17 @@ def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
             assert found["by_rounding_alone"]["same_tokens"] == (rounded is one)
     first = Answering([8, *[7] * 15])
     assert not tensor_parallel.compare(one, first, first, prompts)["ok"]
+
+
+def test_wide_gaps_come_with_the_budgets_at_which_one_rank_answers_alike() -> None:
+    prompts = tensor_parallel.repeating(2, 50, 1000)
+    other = [7, 7, 8, *[9] * 13]
+    one = Answering([7] * 16, gap=0.3, at={240: [7, 7, 8, 1], 272: [8] * 16})
+    found = tensor_parallel.compare(one, Answering(other), one, prompts, (240, 272, 288))
+    assert found["wider"] == [{"gap": 0.3, "as_one_rank_at_budgets": [240]}] * 2
+    assert not found["ok"]
+    near = Answering([7] * 16, gap=0.2, at=one.at)
+    assert tensor_parallel.compare(near, Answering(other), near, prompts, (240,))["wider"] == []
 
 
 def test_answers_are_compared_as_far_as_the_right_ones_go(tmp_path: Path) -> None:
