@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from client import call
-from served_checks import EQUAL, TOKENS, Answer, Outcome, answer_of, compare, flush, sparse_state
+from served_checks import EQUAL, Answer, Outcome, answer_of, compare, flush, replies, sparse_state
 
 METHODS = ("page_minmax", "sparcas", "kascade_sketch")
 EVICTS, ROOMY = " with prompts in host memory", " that evicts nothing"
@@ -33,10 +32,7 @@ def configurations() -> dict[str, list[str]]:
 
 def ask(url: str, prompt: list[int]) -> tuple[Answer, Counter[str]]:
     """Greedy answer, and how many tokens of its prefix were where."""
-    sampling = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    body = {"input_ids": [prompt], "sampling_params": sampling}
-    body |= {"return_logprob": True, "top_logprobs_num": 8}
-    [reply] = call(url, "/generate", body, timeout=600)
+    [reply] = replies(url, [prompt])
     return answer_of(reply), Counter(reply["meta_info"]["cached_tokens_details"] or {})
 
 

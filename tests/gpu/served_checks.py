@@ -181,12 +181,20 @@ def answers(
     url: str, prompts: list[list[int]], budget: float | None = None, tokens: int = TOKENS
 ) -> list[Answer]:
     """Greedy answers to token prompts, sent as one batch."""
+    return [answer_of(reply) for reply in replies(url, prompts, budget, tokens)]
+
+
+def replies(
+    url: str, prompts: list[list[int]], budget: float | None = None, tokens: int = TOKENS
+) -> list[dict[str, Any]]:
+    """The same as the server sends them."""
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     if budget is not None:
         sampling["custom_params"] = {"sparse": {"budget": budget}}
     body = {"input_ids": prompts, "sampling_params": sampling}
     body |= {"return_logprob": True, "top_logprobs_num": TOP}
-    return [answer_of(reply) for reply in call(url, "/generate", body, timeout=600)]
+    found: list[dict[str, Any]] = call(url, "/generate", body, timeout=600)
+    return found
 
 
 def answer_of(reply: dict[str, Any]) -> Answer:

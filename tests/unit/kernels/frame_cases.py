@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replacement in a pool of frames in plain Python, and blocks of KV that can be told apart."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+from absent_gpu import environment
 from kernel_cases import DEVICE
 
 from sglang_sparse_kernels.frames import FramePool, make_host_blocks
@@ -117,3 +122,31 @@ def steps_of(triton: int, **pytorch: int) -> list[tuple[str, int]]:
     rows.
     """
     return [("triton", 1000)] if DEVICE.type == "cuda" else [*pytorch.items(), ("triton", triton)]
+
+
+# A pool, scratch and host memory, in a process that compiles for a GPU and launches nothing.
+_ABSENT = """
+import torch
+from absent_gpu import compile_for_absent_gpu
+from sglang_sparse_kernels.frames import FoundFrames, FrameDemand, FramePool
+
+compile_for_absent_gpu()
+pool = FramePool.allocate(
+    FrameDemand(1, 1, 2, 4), pages=8, cached=8, pinned_pages=1, page_size=16, dim=64,
+    dtype=torch.bfloat16, device="cpu",
+)
+found = FoundFrames.allocate(pool, max_rows=1, max_pages=8, list_units=3, tail_pages=1)
+host = torch.empty((1, 8, 2, 2, 16, 64), dtype=torch.bfloat16)
+"""
+
+
+def compiled_for_absent_gpu(program: str, folder: Path) -> list[str]:
+    """Lines that ``program`` prints, which has ``pool``, ``found`` and ``host``."""
+    path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", _ABSENT + program], check=False, capture_output=True, text=True,
+        env=os.environ | environment(folder)
+        | {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
-from absent_gpu import environment
-from frame_cases import on_device
+from frame_cases import compiled_for_absent_gpu, on_device
 from kernel_cases import DEVICE, NAN
 
 from sglang_sparse_kernels import (
@@ -84,21 +80,11 @@ def test_attention_waits_for_the_pages_that_it_reads_and_for_no_others() -> None
 
 # Compiles what a server launches, and prints what the GPU runs.
 PROGRAM = """
-import torch
-from absent_gpu import compile_for_absent_gpu
 from sglang_sparse_kernels import KVScales, Lists, Softmax
 from sglang_sparse_kernels.attend import kernel as attend
-from sglang_sparse_kernels.frames import FoundFrames, FrameDemand, FramePool
 from sglang_sparse_kernels.frames import load_kernel, lookup_kernel
 from sglang_sparse_kernels.plan import DecodePlan
 
-compile_for_absent_gpu()
-pool = FramePool.allocate(
-    FrameDemand(1, 1, 2, 4), pages=8, cached=8, pinned_pages=1, page_size=16, dim=64,
-    dtype=torch.bfloat16, device="cpu",
-)
-found = FoundFrames.allocate(pool, max_rows=1, max_pages=8, list_units=3, tail_pages=1)
-host = torch.empty((1, 8, 2, 2, 16, 64), dtype=torch.bfloat16)
 plan = DecodePlan.allocate(1, 8, "cpu")
 lists = Lists(
     torch.zeros((1, 2, 3), dtype=torch.int32), torch.zeros((1, 2), dtype=torch.int32),
@@ -124,15 +110,8 @@ attend.gathered_decode_attention_triton(
 
 def test_on_a_gpu_attention_starts_beside_the_load_and_ends_behind_it(tmp_path: Path) -> None:
     """The order of what launches say to one another, in the code that a Hopper GPU runs."""
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True,
-        env=os.environ | environment(tmp_path)
-        | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     code: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
+    for line in compiled_for_absent_gpu(PROGRAM, tmp_path):
         if line.startswith("kernel "):
             _, name, early = line.split()
             assert early == "True", f"{name} does not start before its predecessor ends"

@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from absent_gpu import environment
-from frame_cases import on_device, random_host
+from frame_cases import compiled_for_absent_gpu, on_device, random_host
 from kernel_cases import DEVICE
 
 from sglang_sparse_kernels.device import programs_to_fill
@@ -87,17 +83,8 @@ def test_a_gpu_counts_by_its_own_clock_and_the_interpreter_has_none() -> None:
 
 # Compiles what a server launches, and prints what the GPU runs.
 PROGRAM = """
-import torch
-from absent_gpu import compile_for_absent_gpu
-from sglang_sparse_kernels.frames import FoundFrames, FrameDemand, FramePool, load_kernel
+from sglang_sparse_kernels.frames import load_kernel
 
-compile_for_absent_gpu()
-pool = FramePool.allocate(
-    FrameDemand(1, 1, 2, 4), pages=8, cached=8, pinned_pages=1, page_size=16, dim=64,
-    dtype=torch.bfloat16, device="cpu",
-)
-found = FoundFrames.allocate(pool, max_rows=1, max_pages=8, list_units=3, tail_pages=1)
-host = torch.empty((1, 8, 2, 2, 16, 64), dtype=torch.bfloat16)
 run, compiled = load_kernel.load_blocks_kernel.run, []
 load_kernel.load_blocks_kernel.run = (
     lambda *a, warmup, **k: compiled.append(run(*a, warmup=True, **k))
@@ -108,14 +95,7 @@ print(compiled[0].asm["ptx"])
 
 
 def test_a_gpu_reads_its_clock_before_its_loads_and_behind_its_stores(tmp_path: Path) -> None:
-    path = os.pathsep.join([str(Path(__file__).parents[2] / "support"), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], check=False, capture_output=True, text=True,
-        env=os.environ | environment(tmp_path)
-        | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = compiled_for_absent_gpu(PROGRAM, tmp_path)
     assert any(".target sm_90" in line for line in lines)
     clock = [i for i, line in enumerate(lines) if "%globaltimer" in line]
     copies = [i for i, line in enumerate(lines) if "ld.global" in line or "st.global" in line]
