@@ -104,29 +104,46 @@ def prompts_of(path: Path) -> list[Prompt]:
     return [Prompt(ids, tokens) for ids, tokens in json.loads(path.read_text())]
 
 
-def compare(
-    one: Server,
-    several: Server,
-    rounded: Server,
-    prompts: list[Prompt],
-    nearby: tuple[float, ...] = (),
-) -> dict[str, Any]:
-    """Greedy answers of several ranks, and of one that rounds otherwise, beside those of one.
-
-    ``ok``: they begin 95 % of their answers as one does, and diverge at near ties, at gaps of
-    at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh, and so
-    are ``wider``, the wider gaps, each with those of the ``nearby`` budgets at which the only rank
-    answers as several do: what is selected is then near a tie.
-    """
-    asked = [
-        [s.generate([ids], tokens)[0]["meta_info"] for s in (one, several, rounded)]
+def ask_all(servers: list[Server], prompts: list[Prompt]) -> list[list[dict[str, Any]]]:
+    """Greedy answers of each server to each prompt, prompt by prompt."""
+    return [
+        [server.generate([ids], tokens)[0]["meta_info"] for server in servers]
         for ids, tokens in prompts
     ]
+
+
+def compare(asked: list[list[dict[str, Any]]], prompts: list[Prompt]) -> dict[str, Any]:
+    """Answers of several ranks, and of one that rounds otherwise, beside those of one.
+
+    ``asked``: what one rank, several ranks, and the one that rounds otherwise answer.
+
+    ``ok``: several begin 95 % of their answers as one does, and diverge at near ties, at gaps of
+    at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh.
+    """
     lengths = [tokens for _, tokens in prompts]
     ranks = differences([(a, b) for a, b, _ in asked], lengths)
     rounding = differences([(a, c) for a, _, c in asked], lengths)
     near = all(gap <= TIE for gap in ranks["gaps_where_they_diverge"])
-    wider = []
+    return {
+        "prompts": len(prompts),
+        "tokens": len(prompts[0].ids),
+        **ranks,
+        "by_rounding_alone": rounding,
+        "ok": ranks["same_first_token"] >= 0.95 and near and not ranks["cut_short"],
+    }
+
+
+def wider_gaps(
+    one: Server,
+    asked: list[list[dict[str, Any]]],
+    prompts: list[Prompt],
+    nearby: tuple[float, ...],
+) -> list[dict[str, Any]]:
+    """Gaps above ``TIE``, each with the budgets at which the only rank answers as several do.
+
+    Where there are some, what is selected is near a tie. The rank serves more requests for it.
+    """
+    found = []
     for (ids, tokens), (a, b, _) in zip(prompts, asked, strict=True):
         apart, gap = divergence(a, b)
         if gap is not None and gap > TIE:
@@ -136,15 +153,8 @@ def compare(
                 for budget in nearby
             }
             same = [budget for budget, reply in replies.items() if reply[: apart + 1] == want]
-            wider.append({"gap": gap, "as_one_rank_at_budgets": same})
-    return {
-        "prompts": len(prompts),
-        "tokens": len(prompts[0].ids),
-        **ranks,
-        "wider": wider,
-        "by_rounding_alone": rounding,
-        "ok": ranks["same_first_token"] >= 0.95 and near and not ranks["cut_short"],
-    }
+            found.append({"gap": gap, "as_one_rank_at_budgets": same})
+    return found
 
 
 def said(answer: dict[str, Any]) -> list[int]:
@@ -280,11 +290,14 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
             if not servers.keys() >= set(names):
                 return
             asked = [servers[name] for name in names]
-            outcome = compare(*asked, asking, NEARBY[method][1])
+            replies = ask_all(asked, asking)
             infos = [server.call("/server_info")["internal_states"][0] for server in asked[:2]]
             states = [info["sparse"] for info in infos]
             each = [{c: of[c] for c in COUNTERS} for of in (states[0], *states[1]["ranks"])]
-            found[method] = outcome | {
+            # Only now, since the only rank counts what it is asked for this, too.
+            wider = wider_gaps(asked[0], replies, asking, NEARBY[method][1])
+            found[method] = compare(replies, asking) | {
+                "wider": wider,
                 "counted": each[0],
                 "counted_alike": each == each[:1] * (1 + ranks),
                 "blocks": [blocks(state) for state in states],

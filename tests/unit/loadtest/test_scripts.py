@@ -221,12 +221,18 @@ class Answering:
         ]
 
 
+def compared(one: Any, several: Any, rounded: Any, prompts: list[Any]) -> dict[str, Any]:
+    return tensor_parallel.compare(
+        tensor_parallel.ask_all([one, several, rounded], prompts), prompts
+    )
+
+
 def test_ranks_whose_answers_end_early_are_not_equal() -> None:
     whole, cut = Answering([7] * 16), Answering([7] * 15)
     prompts = tensor_parallel.repeating(2, 50, 1000)
-    assert tensor_parallel.compare(whole, whole, whole, prompts)["ok"]
+    assert compared(whole, whole, whole, prompts)["ok"]
     for pair in ((whole, cut), (cut, whole), (cut, cut)):
-        found = tensor_parallel.compare(*pair, whole, prompts)
+        found = compared(*pair, whole, prompts)
         assert (found["ok"], found["cut_short"]) == (False, 2)
 
 
@@ -236,7 +242,7 @@ def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
     for gap, ok in ((0.2, True), (0.3, False)):
         one = Answering([7] * 16, gap=gap)
         for rounded in (one, other):
-            found = tensor_parallel.compare(one, other, rounded, prompts)
+            found = compared(one, other, rounded, prompts)
             assert (found["ok"], found["same_first_token"], found["same_tokens"]) == (
                 ok,
                 1,
@@ -244,23 +250,25 @@ def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
             )
             assert found["by_rounding_alone"]["same_tokens"] == (rounded is one)
     first = Answering([8, *[7] * 15])
-    assert not tensor_parallel.compare(one, first, first, prompts)["ok"]
+    assert not compared(one, first, first, prompts)["ok"]
 
 
 def test_wide_gaps_come_with_the_budgets_at_which_one_rank_answers_alike() -> None:
     prompts = tensor_parallel.repeating(2, 50, 1000)
     other = [7, 7, 8, *[9] * 13]
     one = Answering([7] * 16, gap=0.3, at={240: [7, 7, 8, 1], 272: [8] * 16})
-    found = tensor_parallel.compare(one, Answering(other), one, prompts, (240, 272, 288))
-    assert found["wider"] == [{"gap": 0.3, "as_one_rank_at_budgets": [240]}] * 2
-    assert not found["ok"]
+    assert not compared(one, Answering(other), one, prompts)["ok"]
+    asked = tensor_parallel.ask_all([one, Answering(other), one], prompts)
+    found = tensor_parallel.wider_gaps(one, asked, prompts, (240, 272, 288))
+    assert found == [{"gap": 0.3, "as_one_rank_at_budgets": [240]}] * 2
     near = Answering([7] * 16, gap=0.2, at=one.at)
-    assert tensor_parallel.compare(near, Answering(other), near, prompts, (240,))["wider"] == []
+    asked = tensor_parallel.ask_all([near, Answering(other), near], prompts)
+    assert tensor_parallel.wider_gaps(near, asked, prompts, (240,)) == []
 
 
 def test_answers_are_compared_as_far_as_the_right_ones_go(tmp_path: Path) -> None:
     short, long = Answering([7] * 3), Answering([7] * 5)
     (tmp_path / "prompts.json").write_text("[[[1, 2], 3]]")
     prompts = tensor_parallel.prompts_of(tmp_path / "prompts.json")
-    assert tensor_parallel.compare(short, short, short, prompts)["ok"]
-    assert tensor_parallel.compare(short, long, short, prompts)["cut_short"] == 1
+    assert compared(short, short, short, prompts)["ok"]
+    assert compared(short, long, short, prompts)["cut_short"] == 1
