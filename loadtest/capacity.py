@@ -77,15 +77,14 @@ def model_of(base_url: str) -> str:
 
 
 def unloaded(base_url: str, scenario: Scenario, seed: int, repeats: int = 3) -> dict[str, float]:
-    """Decode step and time to the first token of one request alone, on a warm prefix."""
+    """Decode step and time to the first token of one request alone, after :func:`warm`."""
     source = Conversations(scenario, model_of(base_url), seed)
     records = []
-    for number in range(repeats + scenario.documents):
+    for _ in range(repeats):
         record = stream(base_url, scenario.api, next(source.requests([])), name=scenario.name)
         if record.error is not None:
             raise RuntimeError(f"a single request failed: {record.error}")
-        if number >= scenario.documents:
-            records.append(record)
+        records.append(record)
     return {
         "step_s": statistics.median(gap for r in records for gap in r.gaps),
         "first_token_s": statistics.median(r.first_token or r.total for r in records),
@@ -98,8 +97,9 @@ def warm(base_url: str, scenario: Scenario, burst: int = 0) -> None:
     A server compiles kernels for its first batch of a kind, which would stop a trial for seconds.
     """
     source = Conversations(scenario, model_of(base_url), 0)
+    short = replace(scenario, output=(2, 2))
     for document in source.documents:
-        only = Conversations(scenario, source.model, 1)
+        only = Conversations(short, source.model, 1)
         only.documents = [document]
         record = stream(base_url, scenario.api, next(only.requests([])), name="warm")
         if record.error is not None:

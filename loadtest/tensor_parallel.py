@@ -265,6 +265,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     common = ["--max-total-tokens", "65536"]
     common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
+    common += ["--dtype", args.dtype]
     asking = prompts_of(args.prompts) if args.prompts else repeating(40, 3000, 2000)
     lines: dict[str, tuple[str, list[str]]] = {}
     for number, method in enumerate(methods):
@@ -359,6 +360,10 @@ def main() -> int:
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help="of token ids and lengths of answers; random passages that repeat by default",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", default="auto",
+        help="of the servers whose answers are compared; float32, on a CPU, hardly rounds",
     )  # fmt: skip
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)
