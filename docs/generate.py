@@ -217,9 +217,9 @@ def refusals() -> str:
     return "\n".join(lines).rstrip()
 
 
-def capacity() -> str:
-    """The table that `loadtest/report.py` wrote beside the committed reports."""
-    return (RESULTS / "capacity-h200" / "capacity.md").read_text(encoding="utf-8").rstrip()
+def capacity(folder: str) -> str:
+    """The table that `loadtest/report.py` wrote beside the committed reports of a folder."""
+    return (RESULTS / folder / "capacity.md").read_text(encoding="utf-8").rstrip()
 
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
@@ -227,7 +227,8 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "results": ("docs/results.md", partial(decode_table, "h200")),
     "anchors": ("docs/results.md", partial(decode_table, "h200-anchors")),
     "first-token": ("docs/results.md", partial(decode_table, "h200-first-token")),
-    "capacity": ("docs/results.md", capacity),
+    "capacity": ("docs/results.md", partial(capacity, "capacity-h200")),
+    "beyond-memory": ("docs/results.md", partial(capacity, "h200-beyond-memory")),
     "psa-served": ("docs/results.md", psa_served),
     "psa-dense": ("docs/results.md", psa_dense),
     "psa-fixed": ("docs/results.md", psa_fixed),

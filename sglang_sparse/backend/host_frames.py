@@ -8,6 +8,7 @@ request's next step. All of it runs on the device, in fixed shapes, so that deco
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,7 +35,11 @@ from sglang_sparse_kernels.progressive import Rounds
 from sglang_sparse_kernels.step import AttendFrames, AttendFramesUntil, AttendUntil, Fetch, Stage
 from sglang_sparse_radix.host_kv import HostKVPool, StagedPlanes
 
+logger = logging.getLogger(__name__)
+
 _ORDER_BYTES = 12  # a frame's owner, stamp and place in the order
+# With less a step finds hardly more than what the step before it read, see docs/host-memory.md.
+_ENOUGH = 2
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,17 @@ def frame_sizes(
             "--context-length, --prefill-max-requests, the budget, min_sparse_tokens or page_size",
         )
     # More frames than blocks would never be used.
-    most = max(demand.blocks, layers * pool.num_pages * heads)
-    return FrameSizes(demand, units, tail, columns, min(cached, most), request_slots)
+    every = layers * pool.num_pages * heads
+    if cached < min(_ENOUGH * demand.blocks, every):
+        logger.warning(
+            "sglang-sparse: frames hold %.1f times what a step of %d requests may touch, so a full "
+            "batch loads much of what it reads from host memory. They hold %d times as much with "
+            "--max-running-requests %d, a smaller budget, or more placement.device_bytes",
+            cached / demand.blocks, request_slots - 1, _ENOUGH,
+            max(1, cached // (_ENOUGH * demand.blocks // request_slots) - 1),
+        )  # fmt: skip
+    cached = min(cached, max(demand.blocks, every))
+    return FrameSizes(demand, units, tail, columns, cached, request_slots)
 
 
 class HostFrames:

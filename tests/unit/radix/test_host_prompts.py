@@ -13,13 +13,14 @@ from host_kv_harness import (
     DIM,
     HEADS,
     LAYERS,
+    SLOTS,
     Twins,
     least_device_bytes,
     make_config,
 )
 
 from sglang_sparse import pools
-from sglang_sparse.backend.host_frames import pages_of_row, pages_to_copy
+from sglang_sparse.backend.host_frames import frame_sizes, pages_of_row, pages_to_copy
 from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
 from sglang_sparse.config import ConfigError
 from sglang_sparse_radix import host_kv
@@ -134,6 +135,34 @@ def test_device_bytes_are_what_is_taken(prompts):
     assert buffers == buffer_bytes(pool, pages)
     least = least_device_bytes(twins.config, pool, twins.hosted.build, pages)
     assert least == rows + buffers + 12 * given
+
+
+def test_a_server_whose_frames_hold_less_than_two_steps_says_so(caplog):
+    twins = Twins(make_config(PAGE))
+    frames, pool, build = twins.frames, twins.hosted.pool, twins.hosted.build
+    pages = CONTEXT // PAGE
+    least = least_device_bytes(twins.config, pool, build, pages)
+    blocks = frames.frames.demand.blocks
+    frame = frames.block_bytes + 12
+    caplog.clear()
+
+    def cached(more: int) -> int:
+        placement = twins.config.placement.model_copy(update={"device_bytes": least + more})
+        config = twins.config.model_copy(update={"placement": placement})
+        return frame_sizes(
+            config, pool, build.limits, request_slots=SLOTS, max_context=CONTEXT, copy_pages=pages
+        ).cached
+
+    assert cached(0) == blocks
+    fewer = blocks // (2 * blocks // SLOTS) - 1
+    assert f"frames hold 1.0 times what a step of {SLOTS - 1} requests may touch" in caplog.text
+    assert f"--max-running-requests {fewer}," in caplog.text
+    caplog.clear()
+    # Nothing is loaded twice where frames hold all there is.
+    every = LAYERS * pool.num_pages * HEADS
+    assert blocks < every < 2 * blocks
+    assert cached((every - blocks) * frame) == every
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
