@@ -3,9 +3,10 @@
 
 ``python kernels/bench/render.py kernels/bench/results/h200/bench.json docs/results.md``
 
-The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
+A report may be compressed (``bench.json.gz``). The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
 """
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -105,11 +106,13 @@ def plot(report: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Replace what stands between the markers, and draw the plot."""
     source, readme = Path(sys.argv[1]), Path(sys.argv[2])
-    report = from_columns(json.loads(source.read_text()))
+    packed = source.read_bytes()
+    content = gzip.decompress(packed) if source.suffix == ".gz" else packed
+    report = from_columns(json.loads(content))
     before, rest = readme.read_text().split(BEGIN)
     _, after = rest.split(END)
     readme.write_text(f"{before}{BEGIN}\n{table(report)}\n{END}{after}")
-    plot(report, source.with_suffix(".png"))
+    plot(report, source.with_name(source.name.split(".")[0] + ".png"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "results.md"
 
@@ -21,10 +23,16 @@ def rendered(tmp_path: Path, script: Path, source: Path, *arguments: str) -> str
     return page.read_text()
 
 
-def test_capacity_tables_are_rendered_from_the_committed_results(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("capacity-h200", "capacity"), ("h200-beyond-memory", "beyond-memory")],
+)
+def test_capacity_tables_are_rendered_from_the_committed_results(
+    tmp_path: Path, folder: str, name: str
+) -> None:
     """Every page with the markers holds that table, and none where nothing was measured."""
-    committed, results = ROOT / "loadtest" / "results" / "capacity-h200", tmp_path / "results"
-    begin, end = "<!-- capacity:begin -->", "<!-- capacity:end -->"
+    committed, results = ROOT / "loadtest" / "results" / folder, tmp_path / "results"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     tables = [p.read_text().split(begin)[1].split(end)[0] for p in pages if begin in p.read_text()]
     expected = ""
@@ -38,8 +46,8 @@ def test_capacity_tables_are_rendered_from_the_committed_results(tmp_path: Path)
 
 
 def test_the_kernel_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
-    report, bench = tmp_path / "bench.json", ROOT / "kernels" / "bench"
+    report, bench = tmp_path / "bench.json.gz", ROOT / "kernels" / "bench"
     plots = re.findall(r"kernels/bench/results/h200/(bench-\w+)\.png", PAGE.read_text())
     (plot,) = set(plots)
-    shutil.copy(bench / "results" / "h200" / f"{plot}.json", report)
+    shutil.copy(bench / "results" / "h200" / f"{plot}.json.gz", report)
     assert rendered(tmp_path, bench / "render.py", report) == PAGE.read_text()
