@@ -40,12 +40,17 @@ CONFIGURATIONS = {
 # The same selections with KV on the device and in host memory; measured only if they are named.
 PAGES: dict[str, dict[str, object]] = {
     "page_minmax": {"layers": {"kind": "every"}, "page_size": 16, "min_sparse_tokens": 2048},
+    "page_minmax_reuse": {
+        "layers": {"kind": "anchors", "anchors": [0, 2, 8, 13, 14], "first": "selection"},
+        "page_size": 16,
+        "min_sparse_tokens": 2048,
+    },
     "psa": {"budget": {"cap": 2048}, "page_size": 32, "min_sparse_tokens": 2048},
 }
 ON_HOST = {"kind": "host", "device_bytes": 16 << 30, "host_bytes": 96 << 30}
 PLACEMENTS = {
     f"{method}_{where}": [
-        *("--attention-backend", "sparse", "--sparse-method", method),
+        *("--attention-backend", "sparse", "--sparse-method", method.removesuffix("_reuse")),
         *("--sparse-config", json.dumps(pages | placement)),
     ]
     for method, pages in PAGES.items()

@@ -3,7 +3,9 @@
 
 ``python kernels/bench/render.py kernels/bench/results/h200/bench.json docs/results.md``
 
-A report may be compressed (``bench.json.gz``). The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
+A report may be compressed (``bench.json.gz``).
+
+The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
 """
 
 import gzip

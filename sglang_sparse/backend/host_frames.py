@@ -9,6 +9,7 @@ request's next step. All of it runs on the device, in fixed shapes, so that deco
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +33,16 @@ from sglang_sparse_kernels.frames import (
 )
 from sglang_sparse_kernels.plan import DecodePlan
 from sglang_sparse_kernels.progressive import Rounds
-from sglang_sparse_kernels.step import AttendFrames, AttendFramesUntil, AttendUntil, Fetch, Stage
+from sglang_sparse_kernels.step import (
+    Ahead,
+    AttendAhead,
+    AttendFrames,
+    AttendFramesUntil,
+    AttendUntil,
+    Fetch,
+    FetchAhead,
+    Stage,
+)
 from sglang_sparse_radix.host_kv import HostKVPool, StagedPlanes
 
 logger = logging.getLogger(__name__)
@@ -149,11 +159,11 @@ class HostFrames:
             pinned_pages=sizes.pinned_pages, page_size=page, dim=pool.head_dim, dtype=pool.dtype,
             device=device,
         )  # fmt: skip
-        self._found = FoundFrames.allocate(
-            frames, max_rows=build.limits.rows_a_pass, max_pages=sizes.columns,
-            list_units=sizes.list_units, tail_pages=sizes.tail_pages,
-            row_pages=sizes.demand.row_pages,
-        )  # fmt: skip
+        self._rows_a_pass, self._sizes = build.limits.rows_a_pass, sizes
+        self._found = self._find()
+        # For each layer behind one that selects.
+        self._found_ahead: list[FoundFrames] = []
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._workspace = build.attention
         self._rounds = Rounds.allocate(build.limits.rows_a_pass, pool.head_num, device, None)
         self._sums = DeviceSums(COUNTERS, frames.counters)
@@ -180,9 +190,40 @@ class HostFrames:
         rounds = replace(self._rounds, workspace=stage.workspace)
         return AttendFramesUntil(self._fetch(layer), stage, rounds)
 
-    def _fetch(self, layer: int) -> Fetch:
+    def ahead(
+        self, layers: Sequence[int], head_maps: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Stage], list[Stage]]:
+        """What fetches for `layers`, global ids, and a stage for each that attends.
+
+        Where a batch takes several passes, each layer fetches for itself: a pass would overwrite
+        what was found for the one before.
+        """
+        if not layers or self._rows_a_pass < self._sizes.demand.rows:
+            return [], list(map(self.stage, layers))
+        while len(self._found_ahead) < len(layers):
+            self._found_ahead.append(self._find())
+        aheads = tuple(
+            Ahead(
+                self._fetch(layer, found),
+                head_map,
+                None if self._beside is None else torch.cuda.Event(),
+            )
+            for layer, head_map, found in zip(layers, head_maps, self._found_ahead, strict=False)
+        )
+        fetching = FetchAhead(aheads, self._beside)
+        return [fetching], [AttendAhead(ahead, self._workspace) for ahead in aheads]
+
+    def _fetch(self, layer: int, found: FoundFrames | None = None) -> Fetch:
         local = layer - self._pool.start_layer
-        return Fetch(self.frames, self._pool.host, local, self._found)
+        return Fetch(self.frames, self._pool.host, local, found or self._found)
+
+    def _find(self) -> FoundFrames:
+        sizes = self._sizes
+        return FoundFrames.allocate(
+            self.frames, max_rows=self._rows_a_pass, max_pages=sizes.columns,
+            list_units=sizes.list_units, tail_pages=sizes.tail_pages,
+            row_pages=sizes.demand.row_pages,
+        )  # fmt: skip
 
     # A decode step.
 
@@ -300,7 +341,8 @@ class HostFrames:
 
     def nbytes(self) -> int:
         """Device bytes of everything here."""
-        own = self.frames.nbytes + self._found.nbytes + self._keys.nbytes + self._planes.nbytes()
+        own = self.frames.nbytes + self._keys.nbytes + self._planes.nbytes()
+        own += sum(found.nbytes for found in (self._found, *self._found_ahead))
         return own + tensor_bytes(self._rounds) + self.prompts.nbytes()
 
 

@@ -9,6 +9,7 @@ So a decode batch never runs on the inner backend. Prompts run on it, over a cop
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.checks import refuse
 from sglang_sparse.facts import Facts
+from sglang_sparse_kernels.step import FetchAhead
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -62,7 +64,9 @@ class HostedDecode(DecodeSteps):
 
     def _to_rehearse(self) -> list[LayerProgram]:
         # Triton compiles for the alignment of a layer's first block: those of the first two.
-        return [*super()._to_rehearse(), *list(self._programs.values())[:2]]
+        programs = list(self._programs.values())
+        ahead = (one for one in programs if any(isinstance(s, FetchAhead) for s in one.stages))
+        return [*super()._to_rehearse(), *programs[:2], *islice(ahead, 1)]
 
 
 class HostedExtend(ExtendSteps):

@@ -38,7 +38,10 @@ def compile_programs(
         ConfigError: a layer attends to the selection of one that another process runs.
     """
     pool, programs = build.pool, {}
-    for layer in range(pool.start_layer, pool.end_layer):
+    layers = range(pool.start_layer, pool.end_layer)
+    head_maps = {layer: _head_map(config.layers.role(layer), build, first_head) for layer in layers}
+    attending: dict[int, Stage] = {}
+    for layer in layers:
         role = config.layers.role(layer)
         writer = layer if role.selects else role.source
         if writer is None:
@@ -51,11 +54,18 @@ def compile_programs(
                 "drop it, or cut the stages (SGLANG_PP_LAYER_PARTITION) before anchors",
             )
         attends = role.source is not None
-        stages: list[Stage] = (
-            [score.stage(layer), *budget.stages(layer, attends=attends)]
-            if role.selects
-            else [build.attend(layer)]
-        )
+        if role.selects:
+            reusing = [
+                later
+                for later in layers
+                if config.layers.role(later).source == layer
+                and not config.layers.role(later).selects
+            ]
+            last, each = build.attend_again(reusing, [head_maps[later] for later in reusing])
+            attending |= dict(zip(reusing, each, strict=True))
+            stages = [score.stage(layer), *budget.stages(layer, attends=attends), *last]
+        else:
+            stages = [attending[layer]]
         if attends and probe is not None:
             stages.append(Observe(probe, layer))
         indices, counts = build.lists.set_of(build.layers.index(writer))
@@ -66,7 +76,7 @@ def compile_programs(
             stages=tuple(stages),
             indices=indices,
             counts=counts,
-            head_map=_head_map(role, build, first_head),
+            head_map=head_maps[layer],
             k=k,
             v=v,
             windows=_windows(build, layer, attends=attends),

@@ -135,6 +135,16 @@ class Fetched(Protocol):
     def until(self, layer: int, stage: AttendUntil) -> Stage:
         """What takes the place of `stage`, which attends in `layer` until a share is reached."""
 
+    def ahead(
+        self, layers: Sequence[int], head_maps: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Stage], list[Stage]]:
+        """What fetches for `layers` in the layer that selects, and a stage for each that attends.
+
+        Args:
+            layers: global ids, in order, of those that attend next to the lists of a step.
+            head_maps: of each of them.
+        """
+
     def counts(self, *, wait: bool) -> dict[str, int] | None:
         """Sums since the start, by their names; without waiting None if none have arrived."""
 
@@ -219,6 +229,18 @@ class Build:
     def attend(self, layer: int) -> Stage:
         """The stage of ``layer``, a global id, that attends to the step's lists and the tail."""
         return Attend(self.attention) if self.fetched is None else self.fetched.stage(layer)
+
+    def attend_again(
+        self, layers: Sequence[int], head_maps: Sequence[torch.Tensor | None]
+    ) -> tuple[list[Stage], list[Stage]]:
+        """What a layer that selects does for `layers`, global ids, which reuse its lists.
+
+        Returns:
+            Its last stages, and a stage for each of them that attends to the lists and the tail.
+        """
+        if self.fetched is None:
+            return [], list(map(self.attend, layers))
+        return self.fetched.ahead(layers, head_maps)
 
     def attend_until(self, layer: int, stage: AttendUntil) -> Stage:
         """`stage`, or what does its work in ``layer``, a global id, where KV is fetched."""

@@ -7,7 +7,8 @@ import json
 
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 PAGES_OF_16 = {
-    "layers": {"kind": "every"},
+    # Two of six layers select; the others' blocks are fetched ahead.
+    "layers": {"kind": "anchors", "anchors": [0, 2], "first": "selection"},
     "score": {"logical_page": 16},
     "budget": {"epsilon": 0.9, "max_epsilon": 1.0, "cap": 128, "microbatch": 16},
     "min_sparse_tokens": 33,

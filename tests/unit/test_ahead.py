@@ -160,7 +160,7 @@ def test_no_batch_launches_what_was_not_rehearsed() -> None:
 
 
 @pytest.mark.skipif(version("sglang") != "0.5.17", reason="refused with this version of SGLang")
-@pytest.mark.parametrize("budget", ["tokens", "scores"])
+@pytest.mark.parametrize("budget", ["tokens", "scores", "reuse"])
 def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed(
     budget: str, tmp_path: Path
 ) -> None:

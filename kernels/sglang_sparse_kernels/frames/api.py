@@ -98,10 +98,10 @@ def find_frames(
     find_frames_triton(pool, layer, page_table, plan, lists, found, span)
 
 
-def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl: Impl) -> None:
+def load_blocks(
+    pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl: Impl, timed: bool = True
+) -> None:
     """Copy the blocks that the last lookup missed from host memory to their frames.
-
-    How long that takes is added to the pool's counters (:data:`COUNTERS`).
 
     Args:
         pool: its frames and counters are written.
@@ -109,6 +109,7 @@ def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl
             (:func:`make_host_blocks`). Kernels read it in place.
         found: of the lookup.
         impl: "triton", "cpu" or "torch".
+        timed: how long it takes is added to the pool's counters (:data:`COUNTERS`).
 
     Raises:
         ValueError: on an unknown ``impl``, a wrong dtype or shape, memory that is not pinned.
@@ -116,11 +117,11 @@ def load_blocks(pool: FramePool, host: torch.Tensor, found: FoundFrames, *, impl
     check_choice("impl", impl, IMPLS)
     pool.check_host(host)
     if impl != "triton":
-        load_blocks_reference(pool, host, found)
+        load_blocks_reference(pool, host, found, timed=timed)
         return
     from .load_kernel import load_blocks_triton
 
-    load_blocks_triton(pool, host, found)
+    load_blocks_triton(pool, host, found, timed=timed)
 
 
 def store_tokens(

@@ -64,12 +64,17 @@ def load_blocks_kernel(
 
 
 def load_blocks_triton(
-    pool: FramePool, host: torch.Tensor, found: FoundFrames, clock: torch.Tensor | None = None
+    pool: FramePool,
+    host: torch.Tensor,
+    found: FoundFrames,
+    clock: torch.Tensor | None = None,
+    *,
+    timed: bool = True,
 ) -> None:
     """Launch :func:`load_blocks_kernel`, a fixed number of programs that share the blocks.
 
     Args:
-        pool, host, found: see :func:`sglang_sparse_kernels.frames.load_blocks`.
+        pool, host, found, timed: see :func:`sglang_sparse_kernels.frames.load_blocks`.
         clock: what programs read in place of the GPU's clock, see :func:`read_clock`. Without it,
             the interpreter measures nothing.
     """
@@ -79,5 +84,5 @@ def load_blocks_triton(
         words, k, v, found.missing, found.victims, found.num_missing, pool.arriving,
         pool.counters, pool.timing, clock,
         WORDS=count, BW=min(count, TILE_WORDS),
-        TIMED=clock is not None or not INTERPRETED.value, **overlapping(0),
+        TIMED=timed and (clock is not None or not INTERPRETED.value), **overlapping(0),
     )  # fmt: skip

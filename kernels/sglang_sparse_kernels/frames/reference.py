@@ -105,7 +105,9 @@ def _pages(
     return torch.cat((units, after.expand(-1, len(list_of), -1)), 2)
 
 
-def load_blocks_reference(pool: FramePool, host: torch.Tensor, found: FoundFrames) -> None:
+def load_blocks_reference(
+    pool: FramePool, host: torch.Tensor, found: FoundFrames, *, timed: bool
+) -> None:
     """See :func:`sglang_sparse_kernels.frames.load_blocks`."""
     count = int(found.num_missing)
     if not count:
@@ -115,7 +117,8 @@ def load_blocks_reference(pool: FramePool, host: torch.Tensor, found: FoundFrame
     loaded = take(host.view(-1, *host.shape[3:]), (blocks.to(host.device),)).to(pool.k.device)
     for rows, part in ((pool.k, 0), (pool.v, 1)):
         put(rows.view(-1, *host.shape[4:]), (frames,), loaded[:, part])
-    pool.counters[COUNTERS.index("stall_nanoseconds")] += perf_counter_ns() - begin
+    if timed:
+        pool.counters[COUNTERS.index("stall_nanoseconds")] += perf_counter_ns() - begin
 
 
 def store_tokens_reference(

@@ -26,10 +26,10 @@ host memory; ``unserved``: blocks for which no frame was free. The last stays 0 
 touches more than the pool's :class:`FrameDemand` says. A block counts once a step, however many
 rows and units touch it. Pinned blocks do not count.
 
-``stall_nanoseconds``: how long the loads took, each from the moment when the first program begins
-to copy to the moment when the last one has copied. Meanwhile a step attends to what is there, and
-does nothing else: so it is the longest that the step may have waited. Kernels read the GPU's clock;
-PyTorch's copies are timed on the host. Lookups that miss nothing add nothing.
+``stall_nanoseconds``: how long the loads took that a step waits for, each from the moment when the
+first program begins to copy to the moment when the last one has copied. Meanwhile a step attends to
+what is there, and does nothing else: so it is the longest that the step may have waited. Kernels
+read the GPU's clock; PyTorch's copies are timed on the host. Lookups that miss nothing add nothing.
 """
 
 TILE_ENTRIES = 256

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of one layer: a list of stages over one context."""
 
-from .frames import AttendFrames, AttendFramesUntil, Fetch
+from .frames import Ahead, AttendAhead, AttendFrames, AttendFramesUntil, Fetch, FetchAhead
 from .stages import (
     Attend,
     AttendUntil,
@@ -16,13 +16,16 @@ from .stages import (
 from .types import Stage, StepContext, decode_step
 
 __all__ = [
+    "Ahead",
     "Attend",
+    "AttendAhead",
     "AttendFrames",
     "AttendFramesUntil",
     "AttendUntil",
     "BoundResidual",
     "ExactScore",
     "Fetch",
+    "FetchAhead",
     "FindStop",
     "PageScore",
     "Rank",

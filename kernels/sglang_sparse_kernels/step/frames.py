@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stages of a layer whose KV lies in host memory."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,15 +30,20 @@ class Fetch:
     layer: int
     found: FoundFrames
 
-    def run(self, step: StepContext, lists: Lists, span: ListSpan | None = None) -> None:
-        """Find frames for what the step reads of ``lists``, or of a part of them; load the rest."""
+    def run(
+        self, step: StepContext, lists: Lists, span: ListSpan | None = None, *, timed: bool = True
+    ) -> None:
+        """Find frames for what the step reads of ``lists``, or of a part of them; load the rest.
+
+        ``timed``: the step waits for it, so its time counts as a stall.
+        """
         if step.queries != 1:
             raise ValueError(f"queries={step.queries} must be 1 where KV is fetched from the host")
         find_frames(
             self.pool, self.layer, step.kv.page_table, step.plan, lists, found=self.found,
             impl=step.impl, span=span,
         )  # fmt: skip
-        load_blocks(self.pool, self.host, self.found, impl=step.impl)
+        load_blocks(self.pool, self.host, self.found, impl=step.impl, timed=timed)
 
     def by_head(self, step: StepContext) -> StepContext:
         """The step with a row for each row and KV head, whose KV lies in frames.
@@ -77,6 +83,73 @@ class AttendFrames:
         gathered_decode_attention(
             each.q, each.kv, each.plan, each.lists, softmax=step.softmax, out=each.out,
             workspace=self.workspace, impl=step.impl,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A layer that reuses the lists of the one before it that selected.
+
+    Attributes:
+        fetch: of this layer, with a ``found`` of its own.
+        head_map: int32 [H], the list that each KV head reads; its own if None.
+        there: after which it is fetched; None on a CPU.
+    """
+
+    fetch: Fetch
+    head_map: torch.Tensor | None
+    there: torch.cuda.Event | None
+
+
+@dataclass(frozen=True)
+class FetchAhead:
+    """Fetches what the layers behind this one will read, since its lists are theirs, too.
+
+    On a GPU a second stream does it, beside everything up to their attention. It follows what is
+    already in the step's stream, and each layer waits for its own part (:class:`AttendAhead`), so
+    no two lookups run at once. A graph holds both streams.
+
+    Attributes:
+        layers: in their order.
+        beside: the second stream; None on a CPU.
+    """
+
+    layers: tuple[Ahead, ...]
+    beside: torch.cuda.Stream | None
+
+    def run(self, step: StepContext) -> None:
+        """Fetch for one layer after the other."""
+        if self.beside is not None:
+            self.beside.wait_stream(torch.cuda.current_stream(self.beside.device))
+        with nullcontext() if self.beside is None else torch.cuda.stream(self.beside):
+            for ahead in self.layers:
+                lists = replace(step.lists, head_map=ahead.head_map)
+                ahead.fetch.run(step, lists, timed=False)
+                if ahead.there is not None:
+                    ahead.there.record()
+
+
+@dataclass(frozen=True)
+class AttendAhead:
+    """:class:`AttendFrames` of a layer for which :class:`FetchAhead` has fetched.
+
+    Attributes:
+        ahead: of this layer.
+        workspace: as for :class:`.Attend`.
+    """
+
+    ahead: Ahead
+    workspace: torch.Tensor | None
+
+    def run(self, step: StepContext) -> None:
+        """Wait for what is fetched, and write the step's output."""
+        if self.ahead.there is not None:
+            self.ahead.there.wait()
+        each = self.ahead.fetch.by_head(step)
+        # All pages are there, so the launch waits for the one before it as others do.
+        gathered_decode_attention(
+            each.q, replace(each.kv, arriving=None), each.plan, each.lists, softmax=step.softmax,
+            out=each.out, workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 
 

@@ -50,12 +50,18 @@ class Calibration(Choice):
 class Anchors(LayersChoice):
     """A few layers select, and the layers after each attend to its selection (Kascade, section 3).
 
-    The first layer attends to everything and selects; the other anchors attend to what they select.
+    The first layer selects, and attends to everything unless `first` says otherwise; the other
+    anchors attend to what they select.
     """
 
     kind: Literal["anchors"] = "anchors"
     anchors: Annotated[tuple[int, ...], Field(strict=False)] = Field(
         description="Layers that select, ascending; the first is 0."
+    )
+    first: Literal["all", "selection"] = Field(
+        default="all",
+        description="What the first layer attends to: everything, as in the paper, or what it "
+        "selects, as KV in host memory (placement.kind host) asks for.",
     )
     reuse: Annotated[
         Literal["identity"] | Annotated[tuple[Reuse, ...], Field(strict=False)],
@@ -77,7 +83,7 @@ class Anchors(LayersChoice):
         return self
 
     def role(self, layer_id: int) -> Role:
-        if layer_id == 0:
+        if layer_id == 0 and self.first == "all":
             return Role(selects=True, source=None)
         if layer_id in self.anchors:
             return Role(selects=True, source=layer_id)

@@ -76,8 +76,9 @@ class OnHost(PlacementChoice):
             if point.layers.role(layer).source is None:
                 raise InvalidConfig(
                     f"layer {layer} attends to every token, which frames do not hold",
-                    allowed="layers that all attend to a selection, such as layers.kind every",
-                    remedy=f"set layers.kind to every, {_DROP}",
+                    allowed="layers that all attend to a selection: layers.kind every, or anchors "
+                    "with first selection",
+                    remedy=f"set layers.kind to every, or layers.first to selection, {_DROP}",
                 )
 
     def check_request(self, *, dense: bool) -> None:

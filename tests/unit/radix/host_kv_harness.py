@@ -30,16 +30,21 @@ from sglang_sparse_radix.pool import SparseMHATokenToKVPool, bind_pool_class
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 IMPL: Impl = "triton" if HAS_GPU else "cpu"
-LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
+LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 64
 SLOTS, CONTEXT = 4, 160
 ROOMY = 1 << 30
 _MASS = {"kind": "mass", "epsilon": 0.7, "cap": 112, "microbatch": 16}
-# Changes of a config: until a share is reached, by what was seen, by bounds and by scores.
+_REUSE = {"kind": "anchors", "anchors": [0], "first": "selection"}
+_CROSSED = [{"layer": layer, "heads": [1, 0]} for layer in (1, 2)]
+# Changes of a config: until a share is reached, by what was seen, by bounds and by scores; layers
+# that reuse what the first one selects.
 BUDGETS: dict[str, dict[str, Any]] = {
     "tokens": {},
     "mass": {"score": {"kind": "page_mean", "logical_page": 16}, "budget": _MASS},
     "bounds": {"budget": _MASS | {"estimator": "upper_bound", "epsilon": 0.1}},
     "scores": {"budget": _MASS | {"estimator": "scored", "margin": 2.0, "share": "mean"}},
+    "reuse": {"layers": _REUSE | {"reuse": _CROSSED}},
+    "reuse-mass": {"layers": _REUSE, "budget": _MASS},
 }
 
 

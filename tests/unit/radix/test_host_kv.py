@@ -107,6 +107,7 @@ def test_any_schedule_has_the_bits_of_resident_kv() -> None:
     [
         ("tokens", 16, 1000), ("tokens", 64, 200),
         ("mass", 16, 1000), ("mass", 64, 200), ("bounds", 32, 200), ("scores", 16, 200),
+        ("reuse", 16, 200), ("reuse-mass", 32, 200),
     ],
 )  # fmt: skip
 def test_many_steps_have_the_bits_of_resident_kv(budget: str, page: int, steps: int) -> None:
@@ -132,7 +133,7 @@ def test_many_steps_have_the_bits_of_resident_kv(budget: str, page: int, steps: 
     assert counts["hits"] > counts["loads"] > 0
     assert counts["unserved"] == 0
     assert counts["loaded_bytes"] == counts["loads"] * twins.frames.block_bytes
-    if budget != "tokens":
+    if config.budget.kind == "mass":
         stops = [side.budget.counters.read() for side in (twins.resident, twins.hosted)]
         assert stops[0] == stops[1]
         assert all(layer["blocks"] < layer["domain_blocks"] for layer in stops[0].values())
