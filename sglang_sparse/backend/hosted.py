@@ -18,7 +18,8 @@ from sglang_sparse import compat
 from sglang_sparse.backend.attention import SparseAttentionBackend
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
-from sglang_sparse.backend.host_frames import HostFrames, make_frames, pages_to_copy
+from sglang_sparse.backend.host_frame_sizes import pages_to_copy
+from sglang_sparse.backend.host_frames import HostFrames, make_frames
 from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.checks import refuse

@@ -15,7 +15,8 @@ from sglang_sparse.backend.allocate import allocate
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.backend.heads import Heads
-from sglang_sparse.backend.host_frames import frame_sizes, make_frames, pages_to_copy
+from sglang_sparse.backend.host_frame_sizes import frame_sizes, pages_to_copy
+from sglang_sparse.backend.host_frames import make_frames
 from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.hosted import HostedDecode, HostedExtend
 from sglang_sparse.backend.program import compile_programs
@@ -36,8 +37,7 @@ ROOMY = 1 << 30
 _MASS = {"kind": "mass", "epsilon": 0.7, "cap": 112, "microbatch": 16}
 _REUSE = {"kind": "anchors", "anchors": [0], "first": "selection"}
 _CROSSED = [{"layer": layer, "heads": [1, 0]} for layer in (1, 2)]
-# Changes of a config: until a share is reached, by what was seen, by bounds and by scores; layers
-# that reuse what the first one selects.
+# Up to a share, by what was seen, by bounds, by scores; layers that reuse the first one's lists.
 BUDGETS: dict[str, dict[str, Any]] = {
     "tokens": {},
     "mass": {"score": {"kind": "page_mean", "logical_page": 16}, "budget": _MASS},
@@ -274,12 +274,10 @@ class Twins:
         loc = torch.stack([*last, *[torch.zeros_like(last[0])] * padding])
         mode = SimpleNamespace(is_target_verify=lambda: False)
         batch = SimpleNamespace(
-            batch_size=len(slots),
-            req_pool_indices=torch.tensor(slots, device=DEVICE),
-            seq_lens=torch.tensor(lengths, device=DEVICE),
-            seq_lens_cpu=torch.tensor(lengths),
+            batch_size=len(slots), req_pool_indices=torch.tensor(slots, device=DEVICE),
+            seq_lens=torch.tensor(lengths, device=DEVICE), seq_lens_cpu=torch.tensor(lengths),
             forward_mode=mode,
-        )
+        )  # fmt: skip
         # A stand-in for SGLang's batch.
         self.resident.decode.plan_batch(batch, graph=False)  # type: ignore[arg-type]
         self.hosted.decode.plan_batch(batch, graph=graph)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from host_kv_harness import (
 )
 
 from sglang_sparse import pools
-from sglang_sparse.backend.host_frames import frame_sizes, pages_of_row, pages_to_copy
+from sglang_sparse.backend.host_frame_sizes import frame_sizes, pages_of_row, pages_to_copy
 from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
 from sglang_sparse.config import ConfigError
 from sglang_sparse_radix import host_kv
