@@ -376,8 +376,9 @@ def main() -> int:
     logs = args.logs or Path(tempfile.mkdtemp(prefix="tensor-parallel-"))
     logs.mkdir(parents=True, exist_ok=True)
     report = Report(
-        args.out, commit=args.commit, method=args.method, ranks=args.ranks, device=gpu("name")
-    )
+        args.out, commit=args.commit, method=args.method, ranks=args.ranks, dtype=args.dtype,
+        device=gpu("name"),
+    )  # fmt: skip
     done = []
     if "answers" in args.parts:
         done.append(answers(args, report, logs))
