@@ -12,7 +12,6 @@ from sglang_sparse.config.load import METHOD_FLAG, Resolved
 from sglang_sparse_radix.refusals import Rule
 
 BOUNDED_RULES = (
-    Rule("tp_size", (1, None), "states of several ranks are not tested yet"),
     Rule("kv_cache_dtype", ("auto", "bf16", "bfloat16", None), "states hold keys as they are"),
     Rule("speculative_algorithm", (None,), "rejected tokens cannot be taken out of a state"),
     Rule("enable_hierarchical_cache", (False, None), "states have no tier on the host"),

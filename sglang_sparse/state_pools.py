@@ -25,6 +25,14 @@ MOST_SLOTS = 4096
 _INT32_BYTES = FLOAT_BYTES = 4
 
 
+def heads_of_rank(model: Any) -> tuple[int, int]:
+    """(query heads, KV heads) of this rank. Ranks hold what their own heads keep."""
+    from sglang.srt.runtime_context import get_parallel
+
+    ranks = get_parallel().attn_tp_size
+    return model.num_attention_heads // ranks, model.get_num_kv_heads(ranks)
+
+
 def _state_bytes(retention: BoundedRetention, configurator: Any) -> int:
     from sglang_sparse_kernels.cascade import state_bytes
 
@@ -32,7 +40,7 @@ def _state_bytes(retention: BoundedRetention, configurator: Any) -> int:
     return state_bytes(
         retention.shape(),
         layers=configurator.layer_info.num_effective_layers,
-        kv_heads=model.get_num_kv_heads(1),
+        kv_heads=heads_of_rank(model)[1],
         dim=model.head_dim,
         dtype=configurator.kv_cache_dtype,
     )
@@ -41,7 +49,7 @@ def _state_bytes(retention: BoundedRetention, configurator: Any) -> int:
 def slot_bytes(retention: BoundedRetention, configurator: Any) -> int:
     """Device bytes of one more running request: its state, its logits, its row of token slots."""
     model = configurator.model_config
-    logits = model.num_attention_heads * retention.shape().rows * FLOAT_BYTES
+    logits = heads_of_rank(model)[0] * retention.shape().rows * FLOAT_BYTES
     rows = model.context_len * _INT32_BYTES
     return int(_state_bytes(retention, configurator) + logits + rows)
 
@@ -104,7 +112,7 @@ def build_token_to_kv_pool(
         snapshots=retention.kept_prefixes,
         page_size=configurator.pool_page_size,
         dtype=configurator.kv_cache_dtype,
-        head_num=model.get_num_kv_heads(1),
+        head_num=heads_of_rank(model)[1],
         head_dim=model.head_dim,
         layer_num=layers.num_effective_layers,
         device=configurator.device,

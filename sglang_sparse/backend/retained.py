@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse import __version__, compat, pools
 from sglang_sparse.backend.rotation import rotation_table
-from sglang_sparse.backend.runner import check_layers, launch_of_runner
+from sglang_sparse.backend.runner import check_layers, heads_of, launch_of_runner
 from sglang_sparse.checks import check_keywords, refuse
 from sglang_sparse.launch import bounded_of
 from sglang_sparse_kernels.cascade import (
@@ -86,7 +86,7 @@ class RetainedAttentionBackend(AttentionBackend):
         self._pool, self._shape, self._average = pool, retention.shape(), retention.average()
         self._cos_sin = rotation_table(runner, self._shape.rows)
         self._workspace = make_cascade_workspace(
-            pool.state, max_rows=pool.slots, num_heads=int(runner.model_config.num_attention_heads)
+            pool.state, max_rows=pool.slots, num_heads=heads_of(runner).query
         )
         self._captures_graphs = compat.captures_decode(runner.server_args)
         self.token_to_kv_pool = pool

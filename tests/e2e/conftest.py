@@ -220,6 +220,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         {},
     ),
     "cascade": ([*SPARSE, "cascade", *small(), *BOUNDED, "--chunked-prefill-size", "2048"], {}),
+    "cascade-ranks": ([*SPARSE, "cascade", *small(), *BOUNDED, "--tp", "2"], {}),
     # The preset as shipped, and chunks that end inside of strides.
     "cascade-chunks": (
         [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],

@@ -94,6 +94,16 @@ def test_prompts_far_beyond_the_window_are_answered_as_the_definition_says(
     check_beyond_the_window(server("cascade"), long_prompts, expected)
 
 
+def test_two_ranks_answer_as_the_definition_says_and_hold_what_their_heads_keep(
+    server: Server, long_prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert greedy(server("cascade-ranks"), long_prompts[:2]) == expected[:2]
+    whole, ranks = (server(name).sparse_state() for name in ("cascade", "cascade-ranks"))
+    assert 2 * ranks["slot_bytes"] == whole["slot_bytes"]
+    assert len({rank["kv_bytes"] for rank in ranks["ranks"]}) == 1
+    assert len(ranks["ranks"]) == 2
+
+
 def test_the_preset_as_shipped_answers_as_the_definition_says(
     server: Server, suite: TaskSuite
 ) -> None:

@@ -226,10 +226,6 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         CASCADE,
         ["--disable-radix-cache unset", "add --disable-radix-cache", "retention.snapshots"],
     ),
-    "states of two ranks": (
-        [*CASCADE, "--disable-radix-cache", "--tp-size", "2"],
-        ["--tp-size 2", "states of several ranks are not tested yet"],
-    ),
     "a stride that does not divide the window": (
         [*CASCADE, "--sparse-config", '{"retention": {"stride": 384}}'],
         ["--sparse-config", "retention.stride 384 does not divide retention.window 1024"],
