@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..attend import gathered_decode_attention
 from ..frames import FoundFrames, FramePool, find_frames, load_blocks
 from ..progressive import ROUNDS, Rounds, StopState, attend_round, begin_rounds
 from ..records import Lists, ListSpan
-from .stages import AttendUntil
+from .stages import Attend, AttendUntil
 from .types import StepContext
 
 
@@ -79,11 +78,7 @@ class AttendFrames:
     def run(self, step: StepContext) -> None:
         """Fetch what is missing and write the step's output."""
         self.fetch.run(step, step.lists)
-        each = self.fetch.by_head(step)
-        gathered_decode_attention(
-            each.q, each.kv, each.plan, each.lists, softmax=step.softmax, out=each.out,
-            workspace=self.workspace, impl=step.impl,
-        )  # fmt: skip
+        Attend(self.workspace).run(self.fetch.by_head(step))
 
 
 @dataclass(frozen=True)
@@ -147,10 +142,7 @@ class AttendAhead:
             self.ahead.there.wait()
         each = self.ahead.fetch.by_head(step)
         # All pages are there, so the launch waits for the one before it as others do.
-        gathered_decode_attention(
-            each.q, replace(each.kv, arriving=None), each.plan, each.lists, softmax=step.softmax,
-            out=each.out, workspace=self.workspace, impl=step.impl,
-        )  # fmt: skip
+        Attend(self.workspace).run(replace(each, kv=replace(each.kv, arriving=None)))
 
 
 @dataclass(frozen=True)
