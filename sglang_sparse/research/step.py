@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_sparse.research.model import Layer, ReferenceModel, rope_tables
+from sglang_sparse.research.ranks import Ranks
 from sglang_sparse.research.spread import assignment, spread_loss
 
 MAX_SPANS = 8192
@@ -21,6 +22,15 @@ def token_losses(normed: Tensor, embedding: Tensor, targets: Tensor) -> tuple[Te
     """Cross entropy and whether the most likely token is the target, for each of ``[N]`` tokens."""
     logits = F.linear(normed, embedding.to(normed.dtype)).float()
     return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
+
+
+def flat_gradients(model: ReferenceModel) -> Tensor:
+    """One tensor that the gradients of all parameters are parts of."""
+    parameters = list(model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    return flat
 
 
 class Losses:
@@ -50,6 +60,8 @@ class Stepper:
         self,
         model: ReferenceModel,
         optimizer: torch.optim.Optimizer,
+        gradients: Tensor,
+        ranks: Ranks,
         batch: int,
         length: int,
         text_weight: float = 0.5,
@@ -57,8 +69,12 @@ class Stepper:
         digit_of: Tensor | None = None,
         spread_weight: float = 0.5,
     ) -> None:
-        """Allocate the static inputs; the graph is captured at the first step."""
+        """Allocate the static inputs; the graph is captured at the first step.
+
+        ``gradients`` is of :func:`flat_gradients`; it holds their mean over ``ranks``.
+        """
         self.model, self.optimizer = model, optimizer
+        self.gradients, self.ranks = gradients, ranks
         self.batch, self.length, self.text_weight = batch, length, text_weight
         device = next(model.parameters()).device
         self.cuda = device.type == "cuda"
@@ -112,11 +128,7 @@ class Stepper:
 
     def _compute(self) -> None:
         model = self.model
-        for p in model.parameters():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            else:
-                p.grad.zero_()
+        self.gradients.zero_()
         trace: list[tuple[Tensor, Tensor]] | None = None if self.digit_of is None else []
         hidden = model(self.ids, self.dtype, self.tables, trace=trace)
         normed = model.model.norm(hidden.view(-1, hidden.shape[-1]))
@@ -134,6 +146,7 @@ class Stepper:
             )
         loss = answer_loss + self.text_weight * text_loss + self.spread_weight * spread
         loss.backward()
+        self.ranks.mean(self.gradients)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
         with torch.no_grad():
@@ -152,7 +165,9 @@ class Stepper:
         self.halves += torch.stack((rows[:, :half].sum(1), rows[:, half:].sum(1)))
 
     def read(self) -> tuple[list[float], list[list[float]], list[list[float]]]:
-        """The three sums, which start again from zero."""
+        """The three sums over all ranks, which start again from zero."""
+        for t in (self.stats, self.exact, self.halves):
+            self.ranks.add(t)
         result = (self.stats.tolist(), self.exact.tolist(), self.halves.tolist())
         for t in (self.stats, self.exact, self.halves):
             t.zero_()

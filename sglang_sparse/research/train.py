@@ -5,6 +5,9 @@ Symbols first, at 64 tokens, then longer; then text, and chats over text with ne
 32K tokens. A stage ends when its accuracy is there or its time is over. A run that ended goes on by
 the same command with ``--resume``: from ``checkpoint.pt``, or, where that is lost, from the 12 MiB
 of ``export/`` and ``state.json``. Seeds, stages, losses and accuracies go to ``log.jsonl``.
+
+On several GPUs, ``torchrun --nproc-per-node N -m sglang_sparse.research.train`` takes N steps' rows
+in one.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import argparse
 import json
 import random
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,7 +34,8 @@ from sglang_sparse.research.curriculum import (
 )
 from sglang_sparse.research.export import export, load
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
-from sglang_sparse.research.step import Stepper, compile_pieces
+from sglang_sparse.research.ranks import Ranks
+from sglang_sparse.research.step import Stepper, compile_pieces, flat_gradients
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
 from sglang_sparse.tasks.encoding import FileEncoder
 from sglang_sparse.tasks.registry import TASKS
@@ -69,14 +72,16 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self.encoder = FileEncoder(args.tokenizer)
         source = mix.RowSource(args.tokenizer, args.corpus, args.text_rows)
-        self.feed = TextFeed(source, args.workers)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.feed = TextFeed(source, args.workers)  # forks, so before any thread of the ranks
+        self.ranks = Ranks()
+        self.device = self.ranks.device
         geometry = {
             k: v for k, v in vars(args).items() if k in ModelConfig.__dataclass_fields__ and v
         }
         self.config = ModelConfig(vocab_size=self.encoder.vocab_size, **geometry)
         model = load(args.warm_start) if args.warm_start else ReferenceModel(self.config, args.seed)
         self.model = model.to(self.device)
+        self.gradients = flat_gradients(self.model)
         self.state = State(args.seed, stage=args.first_stage)
         cuda = self.device.type == "cuda"
         decayed = [p for p in self.model.parameters() if p.dim() == 2]
@@ -97,13 +102,14 @@ class Trainer:
         self.steppers: dict[tuple[str, int, int], Stepper] = {}
         self.pool = torch.cuda.graph_pool_handle() if cuda else None
         self.compiled = False
-        self.started = self.last_save = time.monotonic()
+        self.started = self.last_save = self.now = self.ranks.now()
         self.base_seconds = 0.0
         self.log_file = (self.out / "log.jsonl").open("a")
         if args.resume:
             self.restore()
         self.generator = torch.Generator(device=self.device)
-        self.generator.manual_seed(args.seed * 1_000_003 + self.state.step)
+        rows = args.seed * 1_000_003 + self.state.step
+        self.generator.manual_seed(rows + self.ranks.rank * 2_000_000_011)
         self.random = random.Random(args.seed * 7919 + self.state.step)
         self.base_seconds = self.state.seconds
 
@@ -128,6 +134,9 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint and an export; neither replaces the last one before it is whole."""
+        self.last_save = self.now
+        if not self.ranks.first:
+            return
         self.state.seconds = self.elapsed
         path = self.out / "checkpoint.pt"
         saved = {
@@ -144,10 +153,11 @@ class Trainer:
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
         (self.out / "state.json").write_text(json.dumps(asdict(self.state)))
-        self.last_save = time.monotonic()
 
     def log(self, **entry: Any) -> None:
-        """One JSON line to the log and to standard output."""
+        """One JSON line to the log and to standard output, from the first rank."""
+        if not self.ranks.first:
+            return
         entry = {"step": self.state.step, "seconds": round(self.elapsed, 1), **entry}
         line = json.dumps(entry)
         print(line, flush=True)
@@ -157,7 +167,7 @@ class Trainer:
     @property
     def elapsed(self) -> float:
         """Seconds of training so far, of earlier processes too."""
-        return self.base_seconds + time.monotonic() - self.started
+        return self.base_seconds + self.now - self.started
 
     def rate(self) -> float:
         """Learning rate: warm-up, then flat, then linear decay over the last share of the time."""
@@ -171,8 +181,8 @@ class Trainer:
         if key not in self.steppers:
             digit_of = self.digit_of if kind == "text" and self.args.spread > 0 else None
             self.steppers[key] = Stepper(
-                self.model, self.optimizer, batch, length, self.args.text_weight, self.pool,
-                digit_of, self.args.spread,
+                self.model, self.optimizer, self.gradients, self.ranks, batch, length,
+                self.args.text_weight, self.pool, digit_of, self.args.spread,
             )  # fmt: skip
         return self.steppers[key]
 
@@ -190,7 +200,8 @@ class Trainer:
                 length = now
             tokens = max(self.args.text_tokens, length)
             self.state.text_jobs += 1
-            yield self.args.seed * 10_000_019 + self.state.text_jobs, tokens // length, length
+            job = self.state.text_jobs * self.ranks.count + self.ranks.rank
+            yield self.args.seed * 10_000_019 + job, tokens // length, length
 
     def train_symbols(self, task: SymbolTask, batch: int, length: int) -> Stepper:
         """One step on symbols."""
@@ -214,6 +225,7 @@ class Trainer:
 
     def update(self, stepper: Stepper) -> None:
         """Set the learning rate and step."""
+        self.now = self.ranks.now()
         rate = self.rate()
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
@@ -223,7 +235,7 @@ class Trainer:
         stepper.step()
         self.state.step += 1
         self.state.stage_steps += 1
-        self.state.tokens += stepper.batch * stepper.length
+        self.state.tokens += stepper.batch * stepper.length * self.ranks.count
 
     def run(self) -> None:
         """Train until the last stage's end or the time limit, whichever is first."""
@@ -240,11 +252,13 @@ class Trainer:
         finally:
             self.save()
             self.feed.close()
+        self.ranks.close()
 
     def in_time(self) -> bool:
         """Whether there is time, and steps, left."""
         a = self.args
-        if time.monotonic() - self.started > a.stop_after or self.state.step >= a.max_steps:
+        self.now = self.ranks.now()
+        if self.now - self.started > a.stop_after or self.state.step >= a.max_steps:
             return False
         return self.elapsed < a.time_limit
 
@@ -277,7 +291,7 @@ class Trainer:
         symbols = min(stage.length, 2048)
         while self.in_time():
             used: dict[tuple[int, int], Stepper] = {}
-            window = time.monotonic()
+            window = self.now
             tokens = self.state.tokens
             for _ in range(self.args.log_every):
                 if self.random.random() < self.args.symbol_share:
@@ -285,7 +299,7 @@ class Trainer:
                 stepper = self.train_text(jobs)
                 used[(stepper.batch, stepper.length)] = stepper
             macro = self.report_text(used, stage, tokens, window)
-            if time.monotonic() - self.last_save > self.args.save_every:
+            if self.now - self.last_save > self.args.save_every:
                 self.save()
             if (macro is not None and macro >= stage.target) or self.is_over(stage):
                 return True
@@ -313,7 +327,7 @@ class Trainer:
                 macro = self.state.macro = mean
                 if self.args.spread > 0 and stats[4] / stats[2] < 0.8:
                     macro = min(macro, 0.9)
-            seconds = time.monotonic() - window
+            seconds = self.now - window
             self.log(
                 stage=self.state.stage, text=length, answer_loss=round(stats[0] / stats[2], 4),
                 text_loss=round(stats[1] / stats[2], 4), macro=round(mean, 4), scores=scores,
