@@ -66,7 +66,10 @@ class Ranks:
             dist.all_reduce(counts)
 
     def close(self) -> None:
-        """Leave the others, after all of them came here."""
+        """Leave the others, after all of them came here.
+
+        No CUDA graph may be left that holds a sum over ranks: NCCL would wait for it without end.
+        """
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(group=self.clocks)
             dist.destroy_process_group()

@@ -252,6 +252,7 @@ class Trainer:
         finally:
             self.save()
             self.feed.close()
+        self.steppers.clear()  # with their graphs, see `close`
         self.ranks.close()
 
     def in_time(self) -> bool:
