@@ -18,6 +18,7 @@ from sglang_sparse.research.policies import (
     attend,
     kept_share,
     layer_mask,
+    sparcas_channels,
     stored,
     window_mask,
 )
@@ -50,6 +51,7 @@ class Decoder:
     watch: Watch | None = None
     planes: list[Planes]
     sketch: list[Tensor]
+    channels: dict[int, Tensor]
 
     def __init__(
         self,
@@ -174,7 +176,7 @@ class Decoder:
 
     def _start(self, policy: Policy) -> None:
         """Take what ``policy`` scores the prompts with, for each layer; it is made once."""
-        self.planes, self.sketch = [], []
+        self.planes, self.sketch, self.channels, self.steps = [], [], {}, 0
         if policy.kind in PLANES:
             key = (policy.kind, policy.page, self.plane_dtype)
             if key not in self._prefix_planes:
@@ -212,7 +214,8 @@ class Decoder:
             sketch = self.sketch[index] if self.sketch else None
             if sketch is not None:
                 sketch[rows, :, lengths] = stored(k, policy.storage)
-            cache = Cache(self.k[index], self.v[index], sketch, planes)
+            channels = self._channels(policy, index, q, sketch)
+            cache = Cache(self.k[index], self.v[index], sketch, planes, channels)
             sparse = policy.kind != "dense" and index >= policy.dense_layers
             if self.watch is not None and sparse:
                 self.watch(index, q, cache, now)
@@ -225,7 +228,18 @@ class Decoder:
             if self.masks is not None and sparse:
                 self.masks[index] = mask
             x = layer.finish(x, attend(q, cache, mask))
+        self.steps += 1
         return model.logits(x).argmax(-1)
+
+    def _channels(
+        self, policy: Policy, layer: int, q: Tensor, sketch: Tensor | None
+    ) -> Tensor | None:
+        """The channels that a layer has kept, or chooses now to keep; None if it keeps none."""
+        if sketch is None or not policy.refresh:
+            return None
+        if self.steps % policy.refresh[layer] == 0:
+            self.channels[layer] = sparcas_channels(q, sketch, policy.channels)
+        return self.channels[layer]
 
     def _update(self, planes: Planes, policy: Policy, index: int, rows: Tensor, at: Tensor) -> None:
         """Make the page of position ``at`` of each row anew."""

@@ -36,6 +36,8 @@ class Policy:
         channels: Channels that SparCas scores with, for each KV head.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
         storage: Format of SparCas' copy of K; integers have a scale for each token and head.
+        refresh: For each layer, steps from one choice of SparCas' channels to the next, beginning
+            with the first step. If it is empty, channels are chosen at every step.
         dense_layers: First layers that stay dense.
         anchors: Layers that select, for themselves and for the layers after them. If it is empty,
             all layers select. The first anchor selects and attends to everything.
@@ -60,6 +62,7 @@ class Policy:
     page: int = 16
     reduce: Reduce = "max"
     storage: Storage = "fp8"
+    refresh: tuple[int, ...] = ()
     dense_layers: int = 0
     anchors: tuple[int, ...] = ()
     head_maps: tuple[tuple[int, ...], ...] = ()
@@ -131,10 +134,14 @@ def stored(k: Tensor, storage: Storage) -> Tensor:
     return ((k.float() / scale).round().clamp(-most, most) * scale).to(k.dtype)
 
 
-def sparcas_scores(q: Tensor, sketch: Tensor, channels: int) -> Tensor:
-    """``[B, G, group, L]``: products over the channels with the group's largest sum of ``|q|``."""
+def sparcas_channels(q: Tensor, sketch: Tensor, count: int) -> Tensor:
+    """``[B, G, count]``: the channels with a group's largest sums of ``|q|``, by their numbers."""
+    return grouped(q, sketch).float().abs().sum(2).topk(count, dim=-1).indices
+
+
+def sparcas_scores(q: Tensor, sketch: Tensor, chosen: Tensor) -> Tensor:
+    """``[B, G, group, L]``: products over the channels ``chosen [B, G, count]``."""
     heads = grouped(q, sketch)
-    chosen = heads.float().abs().sum(2).topk(channels, dim=-1).indices
     kept = torch.zeros_like(heads[:, :, 0]).scatter_(-1, chosen, 1.0)
     return product(heads * kept[:, :, None], sketch.transpose(2, 3))
 
@@ -197,13 +204,15 @@ class Cache:
     """One layer's keys and values, and what policies score with.
 
     ``sketch`` (K after a round trip through the policy's storage) and ``planes`` are made on demand
-    when ``None``.
+    when ``None``. ``channels`` are those that SparCas chose before, ``[B, G, count]``; it chooses
+    now when ``None``.
     """
 
     k: Tensor
     v: Tensor
     sketch: Tensor | None = None
     planes: tuple[Tensor, Tensor] | None = None
+    channels: Tensor | None = None
 
 
 def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
@@ -255,7 +264,10 @@ def _unit_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Te
         planes = cache.planes or PLANES[policy.kind](cache.k, lengths, policy.page)
         return page_scores(q, planes)
     sketch = stored(cache.k, policy.storage) if cache.sketch is None else cache.sketch
-    return sparcas_scores(q, sketch, policy.channels)
+    chosen = cache.channels
+    if chosen is None:
+        chosen = sparcas_channels(q, sketch, policy.channels)
+    return sparcas_scores(q, sketch, chosen)
 
 
 def layer_mask(
