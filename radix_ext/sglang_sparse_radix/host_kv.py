@@ -12,6 +12,8 @@ Nobody finds rows `[slots, H, D]` here. Keys and values lie in blocks, as
 from __future__ import annotations
 
 import logging
+import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -77,18 +79,31 @@ class HostKVPool(SparseMHATokenToKVPool):
 def host_blocks(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
     """Zeroed host memory; pinned memory is registered as it is, not rounded up to a power of two.
 
+    It is pinned until no tensor has it any more.
+
     Raises:
         HostMemoryError: so much memory cannot be allocated, or not be pinned.
     """
     try:
-        blocks = torch.zeros(tuple(shape), dtype=dtype)
+        memory = torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
     except RuntimeError as error:
         raise HostMemoryError("it cannot be allocated") from error
+    # The array outlives all tensors over it, and is told of its end before the memory is freed.
+    array = memory.numpy()
     if pinned:
-        status = int(torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0))
+        status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
         if status:
             raise HostMemoryError(f"it cannot be pinned (CUDA error {status})")
-    return blocks
+        weakref.finalize(array, _unpin, memory.data_ptr()).atexit = False
+    return torch.from_numpy(array).view(dtype).view(tuple(shape))
+
+
+def _unpin(address: int) -> None:
+    """End a registration, behind all kernels that may read it: its addresses may be used anew."""
+    torch.cuda.synchronize()
+    status = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if status:
+        logger.warning("host memory stays pinned (CUDA error %d)", status)
 
 
 class StagedPlanes:

@@ -106,7 +106,7 @@ class HostedExtend(ExtendSteps):
 
 
 def check_reuse(config: SparseConfig, layers: range, device: torch.device) -> None:
-    """Refuse, on a GPU, layers that reuse a selection: their tests failed there.
+    """Refuse, on a GPU, layers that reuse a selection: their tests have not passed there yet.
 
     Args:
         config: the resolved configuration.
@@ -122,8 +122,8 @@ def check_reuse(config: SparseConfig, layers: range, device: torch.device) -> No
             "--sparse-config",
             f"layers.kind={config.layers.kind}",
             "layers.kind=every with placement.kind=host, or --device cpu",
-            f"layer {reusing[0]} reuses a selection, and loading for such layers failed its tests "
-            "on a GPU: set layers.kind to every",
+            f"layer {reusing[0]} reuses a selection, and the tests of loading for such layers have "
+            "not passed on a GPU yet: set layers.kind to every",
         )
 
 

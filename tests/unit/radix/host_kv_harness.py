@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
@@ -123,8 +124,8 @@ class Twins:
     ) -> None:
         """`prompts` of the hosted side may share a prefill batch."""
         self.config, self.page, self.prompts = config, config.page_size, prompts
-        self.numbers = torch.Generator().manual_seed(seed)
-        self.rng = Random(seed)
+        gc.collect()  # pools of earlier tests end now, and not while a graph is captured
+        self.numbers, self.rng = torch.Generator().manual_seed(seed), Random(seed)
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
         self.free_pages, self.free_slots = list(range(1, pages)), list(range(1, SLOTS))
         self.running: list[Request] = []

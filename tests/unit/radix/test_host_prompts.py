@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
@@ -173,6 +174,32 @@ def test_a_server_whose_frames_hold_less_than_two_steps_says_so(caplog):
 def test_a_row_reads_a_list_and_what_follows_or_all_of_a_short_request(least, every, pages):
     config = make_config(PAGE, min_sparse_tokens=least, cadence={"kind": "steps", "every": every})
     assert pages_of_row(config, 5) == pages
+
+
+def test_memory_is_pinned_until_no_tensor_has_it(monkeypatch):
+    calls = []
+
+    def call(name: str, address: int) -> int:
+        # What is unpinned is still there.
+        calls.append((name, address, ctypes.c_int16.from_address(address + 22).value))
+        return 0
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: call(f"pin {size} bytes", address),
+        cudaHostUnregister=lambda address: call("unpin", address),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    blocks = host_kv.host_blocks((3, 4), torch.int16, pinned=True)
+    assert blocks.shape == (3, 4)
+    assert not blocks.any()
+    address = blocks.data_ptr()
+    blocks[2, 3] = 7
+    part = blocks[2:].view(torch.float16)
+    del blocks
+    assert calls == [("pin 24 bytes", address, 0)]
+    del part
+    assert calls[1:] == ["wait", ("unpin", address, 7)]
 
 
 def test_memory_that_cannot_be_pinned_ends_the_start_by_name(monkeypatch):
