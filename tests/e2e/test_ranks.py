@@ -32,8 +32,12 @@ def answers(live: LiveServer, ids: list[list[int]], **options: object) -> list[d
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"custom_params": {"sparse": {"mode": "dense"}}}],
-    ids=["sparse", "asked to be dense"],
+    [
+        {},
+        {"custom_params": {"sparse": {"budget": 0.5}}},
+        {"custom_params": {"sparse": {"mode": "dense"}}},
+    ],
+    ids=["sparse", "asked for a budget", "asked to be dense"],
 )
 def test_two_ranks_answer_as_one_does(
     server: Server, prompts: list[list[int]], options: dict[str, object]
@@ -46,7 +50,7 @@ def test_two_ranks_answer_as_one_does(
     # Sums over ranks are in another order than sums over heads.
     assert logprobs(got) == pytest.approx(logprobs(want), abs=logprob_error(900 + TOKENS))
     after = two.sparse_state()["decode_steps"]
-    ran = "dense" if options else "sparse"
+    ran = "dense" if "dense" in str(options) else "sparse"
     steps = {variant: after[variant] - before[variant] for variant in after}
     assert steps == {"dense": 0, "sparse": 0} | {ran: len(ids) * (TOKENS - 1)}
 

@@ -107,6 +107,18 @@ def test_a_hundred_answers_with_a_draft_model_are_the_dense_ones(
     assert sum(n * times for n, times in enumerate(accepted, 1)) > 3 * sum(accepted), accepted
 
 
+def test_a_hundred_answers_with_ngrams_are_the_dense_ones(
+    server: Server, hundred: list[list[int]], dense_hundred: list[list[int]]
+) -> None:
+    live = server("sparcas-chains")
+    live.flush()
+    before = live.sparse_state()["decode_steps"]["sparse"]
+    answers = live.generate(hundred, 12, ignore_eos=True, **EVERYTHING)
+    assert token_ids(answers) == dense_hundred
+    assert live.sparse_state()["decode_steps"]["sparse"] > before
+    assert sum(accepted_drafts(answers)[1:]) > 0
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_planes_are_exact_after_rejected_drafts(
     server: Server, prompts: list[list[int]], name: str

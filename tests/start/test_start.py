@@ -149,6 +149,10 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     **HOST_TIER_CASES,
     "mixed chunks": ([*SPARSE, "--enable-mixed-chunk"], ["--enable-mixed-chunk", "unset"]),
     "LoRA": ([*SPARSE, "--enable-lora"], ["--enable-lora", "unset"]),
+    "deterministic inference": (
+        [*SPARSE, "--enable-deterministic-inference"],
+        ["--enable-deterministic-inference", "unset"],
+    ),
     "torch.compile": ([*SPARSE, "--enable-torch-compile"], ["--enable-torch-compile", "unset"]),
     "copies of the model": ([*SPARSE, "--dp-size", "2"], ["--dp-size", "2", "1"]),
     "ranks on several hosts": (
