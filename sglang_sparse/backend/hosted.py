@@ -121,7 +121,7 @@ def check_reuse(config: SparseConfig, layers: range, device: torch.device) -> No
         raise refuse(
             "--sparse-config",
             f"layers.kind={config.layers.kind}",
-            "layers.kind=every with placement.kind=host, or --device cpu",
+            "layers.kind=every with placement.kind=host",
             f"layer {reusing[0]} reuses a selection, and the tests of loading for such layers have "
             "not passed on a GPU yet: set layers.kind to every",
         )

@@ -28,3 +28,10 @@ def preset_study_parser(about: str | None, presets: tuple[str, ...]) -> argparse
     parser.add_argument("--table", type=Path, help="file for the table as Markdown")
     parser.add_argument("--presets", nargs="+", default=list(presets))
     return parser
+
+
+def show_table(table: str, path: Path | None) -> None:
+    """Print a study's table, and write it to ``path``, which is ``--table``, if there is one."""
+    if path is not None:
+        path.write_text(table)
+    print(table, end="")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sglang_sparse.calibrate.heads_report import drawn_heads
 from sglang_sparse.config import SparseConfig, StreamingHeads, load_preset
+from sglang_sparse.research.arguments import show_table
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import Study
@@ -108,10 +109,7 @@ def main() -> None:
         for task in args.tasks:
             found = measure(study, masks, window, task, length)
             study.say(length=length, task=task, **found)
-    table = summary(study.result)
-    if args.table is not None:
-        args.table.write_text(table)
-    print(table, end="")
+    show_table(summary(study.result), args.table)
 
 
 if __name__ == "__main__":

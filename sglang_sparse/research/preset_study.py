@@ -22,7 +22,7 @@ from sglang_sparse.config import (
     SparseConfig,
     load_preset,
 )
-from sglang_sparse.research.arguments import preset_study_parser
+from sglang_sparse.research.arguments import preset_study_parser, show_table
 from sglang_sparse.research.export import load
 from sglang_sparse.research.mass_study import MassStudy
 from sglang_sparse.research.policies import Kind, Policy
@@ -115,10 +115,7 @@ def main() -> None:
     mass.run(args.tasks, args.lengths, {"dense": Policy(), **named})
     mass.conclude()
     mass.save()
-    table = summary(mass.result)
-    if args.table is not None:
-        args.table.write_text(table)
-    print(table, end="")
+    show_table(summary(mass.result), args.table)
 
 
 if __name__ == "__main__":

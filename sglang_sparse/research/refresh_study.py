@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_sparse.research.arguments import study_parser
-from sglang_sparse.research.decode import Decoder
+from sglang_sparse.research.arguments import show_table, study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import (
     Cache,
@@ -105,21 +104,16 @@ def measure(study: Study, policies: dict[str, Policy], drift: Drift, task: str, 
     """Share of exact replies of each arm; cells go into ``study.result``."""
     parts, found = study.prepare(task, length), {}
     for arm, policy in policies.items():
-        for _, decoder in parts:
+        right = 0
+        for samples, decoder in parts:
+            drift.begin()
             decoder.watch = drift if arm == "none" else None
-        marks = [mark for part in parts for mark in _marks(study, *part, policy, drift)]
-        found[arm] = sum(marks) / len(marks)
+            right += sum(study.marks(samples, decoder, policy))
+        found[arm] = right / study.count
         study.result["cells"].append(
             {"arm": arm, "task": task, "length": length, "exact": found[arm]}
         )
     return found
-
-
-def _marks(
-    study: Study, samples: list[Any], decoder: Decoder, policy: Policy, drift: Drift
-) -> list[bool]:
-    drift.begin()
-    return study.marks(samples, decoder, policy)
 
 
 def summary(result: dict[str, Any]) -> str:
@@ -163,10 +157,7 @@ def main() -> None:
         found = measure(study, policies, drift, task, args.length)
         study.result["drift"] = drift.rows()
         study.say(task=task, **found)
-    table = summary(study.result)
-    if args.table is not None:
-        args.table.write_text(table)
-    print(table, end="")
+    show_table(summary(study.result), args.table)
 
 
 if __name__ == "__main__":
