@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sglang_sparse.config import load_preset
 from sglang_sparse.research import kascade
-from sglang_sparse.research.arguments import preset_study_parser
+from sglang_sparse.research.arguments import preset_study_parser, show_table
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.frames import FramePool
@@ -213,10 +213,7 @@ def main() -> None:
     result = study(load(args.model).to(device).eval(), traces, args.presets, args.length)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    text = table(result)
-    if args.table is not None:
-        args.table.write_text(text)
-    print(text, end="")
+    show_table(table(result), args.table)
 
 
 if __name__ == "__main__":

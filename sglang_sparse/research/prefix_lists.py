@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_sparse.research.arguments import preset_study_parser
+from sglang_sparse.research.arguments import preset_study_parser, show_table
 from sglang_sparse.research.export import load
 from sglang_sparse.research.frames import FramePool
 from sglang_sparse.research.host_frames import BLOCK, Block, preset_policy
@@ -327,10 +327,7 @@ def main() -> None:
     returns = play(load(args.model).to(device).eval(), given, policies)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(text_of(args.length, study(returns)))
-    text = "\n".join(tables(read(args.out)))
-    if args.table is not None:
-        args.table.write_text(text)
-    print(text, end="")
+    show_table("\n".join(tables(read(args.out))), args.table)
 
 
 if __name__ == "__main__":
