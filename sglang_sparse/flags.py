@@ -18,7 +18,7 @@ from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
 from sglang_sparse.placed import check_placed
-from sglang_sparse.reach import check_reach
+from sglang_sparse.reach import check_reach, for_ranks
 from sglang_sparse.speculation.flags import check_speculation
 from sglang_sparse.windowed import check_windowed
 
@@ -126,13 +126,14 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     model = compat.read_model_config(args)
     check_model(model, args.model_path)
     geometry = geometry_of(model, args.model_path)
-    resolved = resolve_with_source(method, config_text, geometry)
+    heads = geometry.num_key_value_heads
+    resolved = for_ranks(
+        resolve_with_source(method, config_text, geometry), heads, max(1, args.tp_size)
+    )
     check_flags(args, resolved.config)
     check_speculation(args, resolved.config)
     check_preferred(args.preferred_sampling_params)
-    check_ranks(
-        resolved.config, geometry.num_hidden_layers, geometry.num_key_value_heads, args.tp_size
-    )
+    check_ranks(resolved.config, geometry.num_hidden_layers, heads, args.tp_size)
     check_bounded(args, resolved)
     check_windowed(args, resolved)
     check_placed(args, resolved)

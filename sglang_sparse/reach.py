@@ -1,21 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that a request can get long enough to be sparse.
+"""From which length on rows are sparse, and whether a request can get that long.
 
-A row is sparse from ``min_sparse_tokens`` tokens on. A server whose longest request is shorter
-would hold planes and still attend densely, so it does not start.
+A row is sparse from ``min_sparse_tokens`` tokens on. Presets begin where one GPU is no slower than
+with dense attention; a rank that reads a part of the KV heads gets there with as many times the
+tokens. A server whose longest request is shorter would hold planes and still attend densely, so it
+does not start.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from sglang_sparse import compat
-from sglang_sparse.config import ConfigError, Resolved, SparseConfig
+from sglang_sparse.config import ConfigError, Resolved, SparseConfig, preset_hash
 from sglang_sparse.config.load import CONFIG_FLAG, METHOD_FLAG
 
 _KEY = "min_sparse_tokens"
+
+
+def for_ranks(resolved: Resolved, kv_heads: int, ranks: int) -> Resolved:
+    """Let a shipped preset's ``min_sparse_tokens`` follow what one of ``ranks`` reads.
+
+    The time that sparse attention saves is of the bytes that a rank reads, and what it costs is
+    mostly launches, which no number of ranks makes fewer. A user's own number stays.
+
+    Args:
+        resolved: the configuration for one GPU.
+        kv_heads: KV heads of the whole model; with more ranks, each rank has one.
+        ranks: tensor-parallel ranks.
+    """
+    share = kv_heads // max(1, kv_heads // ranks)
+    config = resolved.config
+    if share == 1 or not resolved.shipped_reach or config.retention.bounded:
+        return resolved
+    scaled = config.model_copy(update={_KEY: share * config.min_sparse_tokens})
+    source = f"{resolved.source}, {_KEY} x {share} for {ranks} ranks"
+    return replace(resolved, config=scaled, source=source, hash=preset_hash(scaled))
 
 
 def check_reach(resolved: Resolved, context_len: int, pool_tokens: int | None) -> None:

@@ -58,6 +58,7 @@ class Resolved:
         source: for people: the preset or file it was read from, and what was merged over it.
         hash: `preset_hash(config)`.
         given: what `--sparse-config` said, or None.
+        shipped_reach: whether `min_sparse_tokens` is a shipped preset's own.
     """
 
     config: SparseConfig
@@ -65,11 +66,15 @@ class Resolved:
     source: str
     hash: str
     given: str | None = None
+    shipped_reach: bool = False
 
 
 @dataclass(frozen=True)
 class _Draft:
-    """Raw content of a config, with the flag, value and remedy that an error about it names."""
+    """Raw content of a config, with the flag, value and remedy that an error about it names.
+
+    `shipped_reach` is of `Resolved`.
+    """
 
     content: Mapping[str, Any]
     method: str
@@ -77,6 +82,7 @@ class _Draft:
     flag: str
     value: str
     remedy: str
+    shipped_reach: bool = False
 
 
 def available_methods() -> tuple[str, ...]:
@@ -120,6 +126,7 @@ def resolve_with_source(
         source=draft.source,
         hash=preset_hash(validated),
         given=None if config is None else config.strip(),
+        shipped_reach=draft.shipped_reach,
     )
 
 
@@ -175,7 +182,8 @@ def _draft(method: str | None, config: str | None, geometry: Geometry | None) ->
     base = _base_draft(method, geometry, content)
     merged = deep_merge(base.content, content)
     remedy = f"correct the key, or leave it out to keep the preset's value ({_SEE})"
-    return _Draft(merged, method, f"{base.source} + {origin}", CONFIG_FLAG, config, remedy)
+    source, shipped = f"{base.source} + {origin}", "min_sparse_tokens" not in content
+    return _Draft(merged, method, source, CONFIG_FLAG, config, remedy, shipped)
 
 
 def _check_method(method: str | None, config: str | None) -> None:
@@ -324,7 +332,8 @@ def _preset_draft(ref: PresetRef, method: str, flag: str, value: str) -> _Draft:
     except PresetFileError as error:
         raise _unreadable(flag, value, error, shipped=True) from error
     remedy = f"{ref.path} is damaged: {_REINSTALL}"
-    return _Draft(_located(content, ref.path.parent), method, str(ref), flag, value, remedy)
+    located = _located(content, ref.path.parent)
+    return _Draft(located, method, str(ref), flag, value, remedy, shipped_reach=True)
 
 
 def _unreadable(flag: str, value: str, error: PresetFileError, *, shipped: bool) -> ConfigError:

@@ -32,7 +32,6 @@ from sglang_sparse.research.study import Study
 from sglang_sparse.tasks import RULER_TASKS, FileEncoder, Sample, wilson
 
 DENSE, BASE, WIDE_DIGEST = "dense bf16", "dense fp8", "psa bf16"
-TOKEN_BATCH = 16_384  # prompt tokens that are decoded side by side
 PRESETS = ("page_minmax", "kascade", "psa", "sparcas", "psa_sketch", "kascade_sketch")
 POOLS = {
     "words": ("common_words", "frequent_words"),
@@ -137,10 +136,10 @@ def rows_of(marks: dict[str, dict[str, str]]) -> Iterator[dict[str, Any]]:
 
 
 class Fp8Study:
-    """Marks of every arm, a batch of prompts at a time."""
+    """Marks of every arm, for prompts of ``tokens`` tokens together at a time."""
 
-    def __init__(self, study: Study, out: Path) -> None:
-        self.study, self.out = study, out
+    def __init__(self, study: Study, out: Path, tokens: int) -> None:
+        self.study, self.out, self.tokens = study, out, tokens
         self.marks: dict[str, dict[str, str]] = {}
         if out.exists():
             self.marks = json.loads(out.read_text())["marks"]
@@ -152,7 +151,7 @@ class Fp8Study:
             {arm: policy for arm, policy in some.items() if arm.split()[0] in ("dense", *presets)}
             for some in arms(study.model.config.layers, length)
         )
-        rows = max(1, TOKEN_BATCH // length)
+        rows = max(1, self.tokens // length)
         for start in range(0, study.count, rows):
             for task in tasks:
                 cell = self.marks.setdefault(f"{task} {length}", {})
@@ -201,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--presets", nargs="+", default=list(PRESETS), choices=PRESETS)
+    parser.add_argument("--token-batch", type=int, default=16_384, help="decoded side by side")
     parser.add_argument("--join", type=Path, nargs="*", default=[], help="files of other runs")
     parser.add_argument("--report", type=Path, help="file for what follows from the marks")
     known = list(RULER_TASKS)
@@ -209,7 +209,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    study = Fp8Study(Study(model, FileEncoder(args.model), args.count, args.seed), args.out)
+    whole = Study(model, FileEncoder(args.model), args.count, args.seed)
+    study = Fp8Study(whole, args.out, args.token_batch)
     for path in args.join:
         study.marks |= json.loads(path.read_text())["marks"]
     study.run(args.tasks, args.length, args.presets)

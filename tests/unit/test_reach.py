@@ -16,7 +16,7 @@ from sglang_sparse.config import (
     list_presets,
     resolve_with_source,
 )
-from sglang_sparse.reach import check_reach
+from sglang_sparse.reach import check_reach, for_ranks
 
 # What the models were trained on; Qwen3-8B's config.json adds 8K of positions for the answer.
 CONTEXTS = {"llama-3.1-8b": 131072, "qwen3-8b": 32768, "reference": 32768, "generic": 32768}
@@ -92,3 +92,45 @@ def test_the_remedy_keeps_what_the_user_gave(tmp_path: Path) -> None:
         check_reach(resolve_with_source(None, "generic/psa", OTHER), 8192, None)
     assert "use --sparse-method psa --sparse-config" in str(refused.value)
     assert follow(str(refused.value), "psa").config.min_sparse_tokens == 4096
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 1), (2, 2), (4, 2), (8, 2)])
+def test_a_preset_begins_later_where_a_rank_reads_fewer_heads(ranks: int, share: int) -> None:
+    one = resolve_with_source("sparcas", None, OTHER)
+    scaled = for_ranks(one, OTHER.num_key_value_heads, ranks)
+    assert scaled.config.min_sparse_tokens == share * one.config.min_sparse_tokens
+    assert scaled.config.model_dump(exclude={"min_sparse_tokens"}) == one.config.model_dump(
+        exclude={"min_sparse_tokens"}
+    )
+    assert (scaled.hash == one.hash) == (share == 1)
+    said = f"generic/sparcas, min_sparse_tokens x 2 for {ranks} ranks"
+    assert scaled.source == ("generic/sparcas" if share == 1 else said)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "scaled"),
+    [
+        (None, "generic/psa", True),
+        ("psa", '{"budget": {"cap": 2048}}', True),
+        ("psa", '{"min_sparse_tokens": 5000}', False),
+        ("custom", "PATH", False),
+        ("cascade", None, False),
+    ],
+)
+def test_only_the_number_of_a_shipped_preset_is_scaled(
+    method: str | None, config: str | None, scaled: bool, tmp_path: Path
+) -> None:
+    if config == "PATH":
+        path = tmp_path / "own.json"
+        path.write_text((configs_dir() / "generic" / "psa.json").read_text())
+        config = str(path)
+    one = resolve_with_source(method, config, OTHER)
+    found = for_ranks(one, OTHER.num_key_value_heads, 2)
+    assert (found != one) == scaled
+
+
+def test_a_preset_that_no_request_reaches_with_many_ranks_is_refused() -> None:
+    one = resolve_with_source(None, "generic/psa_sketch")
+    check_reach(one, 131072, None)
+    with pytest.raises(ConfigError, match="min_sparse_tokens is 147456 and the longest row"):
+        check_reach(for_ranks(one, OTHER.num_key_value_heads, 2), 131072, None)

@@ -131,7 +131,6 @@ def test_the_command_goes_on_and_compares_every_arm(
     out, table = tmp_path / "fp8.json", tmp_path / "report.json"
     arguments = ["fp8", "--model", str(MODEL), "--count", "1", "--length", "256", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [*arguments, "--tasks", *fp8_study.POOLS["words"]])
-    monkeypatch.setattr(fp8_study, "TOKEN_BATCH", 256)
     fp8_study.main()
     first = json.loads(out.read_text())
     monkeypatch.setattr(Decoder, "generate", lambda *_: pytest.fail("it was measured already"))
