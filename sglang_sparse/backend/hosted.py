@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_sparse.choices.build import Build, LayerProgram
-    from sglang_sparse.config import SparseConfig
     from sglang_sparse.graph_variants import Variant
     from sglang_sparse_kernels.records import Softmax
 
@@ -105,28 +104,6 @@ class HostedExtend(ExtendSteps):
         self.hosted.hand_over(self.hosted.prompts.spans, self._slots)
 
 
-def check_reuse(config: SparseConfig, layers: range, device: torch.device) -> None:
-    """Refuse, on a GPU, layers that reuse a selection: their tests have not passed there yet.
-
-    Args:
-        config: the resolved configuration.
-        layers: global ids.
-        device: of the frames.
-
-    Raises:
-        ConfigError: names the first such layer.
-    """
-    reusing = [layer for layer in layers if not config.layers.role(layer).selects]
-    if reusing and device.type != "cpu":
-        raise refuse(
-            "--sparse-config",
-            f"layers.kind={config.layers.kind}",
-            "layers.kind=every with placement.kind=host",
-            f"layer {reusing[0]} reuses a selection, and the tests of loading for such layers have "
-            "not passed on a GPU yet: set layers.kind to every",
-        )
-
-
 class HostedAttentionBackend(SparseAttentionBackend):
     """SGLang's attention backend for keys and values in host memory."""
 
@@ -158,7 +135,6 @@ class HostedAttentionBackend(SparseAttentionBackend):
 
     def _completed(self, build: Build) -> Build:
         pool = cast(Any, build.pool)
-        check_reuse(self._config, range(pool.start_layer, pool.end_layer), build.device)
         hosted = make_frames(self._config, pool, build, self._prompts, self._max_context)
         return replace(build, fetched=hosted)
 
