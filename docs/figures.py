@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from latency_tables import report_of
+
 from sglang_sparse.research.tables import cells_of, from_columns
 
 ROOT = Path(__file__).parents[1]
@@ -29,8 +31,7 @@ _MS, _S = "ms_per_token", "first_token_s"
 
 
 def _cells(folder: str, label: str) -> list[dict[str, Any]]:
-    report = json.loads((RESULTS / folder / f"{label}.json").read_text(encoding="utf-8"))
-    return cells_of(report)
+    return cells_of(report_of(RESULTS / folder, label))
 
 
 def picture() -> str:

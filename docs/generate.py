@@ -227,6 +227,7 @@ PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "results": ("docs/results.md", partial(decode_table, "h200")),
     "anchors": ("docs/results.md", partial(decode_table, "h200-anchors")),
     "first-token": ("docs/results.md", partial(decode_table, "h200-first-token")),
+    "two-gpus": ("docs/results.md", partial(decode_table, "h200-two-gpus")),
     "capacity": ("docs/results.md", partial(capacity, "capacity-h200")),
     "beyond-memory": ("docs/results.md", partial(capacity, "h200-beyond-memory")),
     "psa-served": ("docs/results.md", psa_served),

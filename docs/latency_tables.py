@@ -3,12 +3,13 @@
 
     python docs/latency_tables.py FOLDER    # prints the table of any such folder
 
-The folder holds `dense.json` and one file for each sparse method. `docs/generate.py` writes the
-tables of the committed folders.
+The folder holds `dense.json` and one file for each sparse method; they may be compressed
+(`dense.json.gz`). `docs/generate.py` writes the tables of the committed folders.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,17 @@ RESULTS = Path(__file__).parents[1] / "loadtest" / "results"
 GIB = 2**30
 
 
+def report_of(folder: Path, label: str) -> dict[str, Any]:
+    """The report of one configuration, compressed or not."""
+    plain = folder / f"{label}.json"
+    if plain.exists():
+        content = plain.read_bytes()
+    else:
+        content = gzip.decompress((folder / f"{label}.json.gz").read_bytes())
+    report: dict[str, Any] = json.loads(content)
+    return report
+
+
 def cells(report: dict[str, Any]) -> dict[tuple[int, int, bool], dict[str, Any]]:
     """Cells of one report by (context, batch, shared prompt)."""
     return {(c["context"], c["batch"], c["shared_prompt"]): c for c in cells_of(report)}
@@ -27,12 +39,9 @@ def cells(report: dict[str, Any]) -> dict[tuple[int, int, bool], dict[str, Any]]
 
 def table(folder: Path) -> str:
     """The Markdown tables, sparse methods beside dense, with the ratio to dense."""
-    dense = json.loads((folder / "dense.json").read_text())
-    sparse = [
-        json.loads(path.read_text())
-        for path in sorted(folder.glob("*.json"))
-        if path.name != "dense.json"
-    ]
+    dense = report_of(folder, "dense")
+    names = {path.name.split(".")[0] for path in folder.glob("*.json*")} - {"dense"}
+    sparse = [report_of(folder, name) for name in sorted(names)]
     labels = [report["label"] for report in sparse]
     lines = ["| context | batch | prompts | dense | " + " | ".join(labels) + " |"]
     lines.append("| ---: | ---: | --- | ---: |" + " ---: |" * len(sparse))

@@ -125,6 +125,26 @@ def test_the_page_says_what_the_longer_prompts_gave() -> None:
     assert f"in fp8 answers {fp8} and in int4 {int4} ({points} points, {low} to {high};" in page
 
 
+def test_the_page_says_what_prompts_of_4096_tokens_lose() -> None:
+    configs = configs_dir().resolve()
+    raw = configs / "reference" / "fp8-report" / "fp8-4096.json"
+    found = json.loads(raw.read_text())
+    page = (configs.parent / "docs" / "accuracy.md").read_text()
+    compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    lost = {
+        (row["arm"], row["than"]): "{} ({} to {})".format(
+            *(said(row[key]) for key in ("points", "low", "high"))
+        )
+        for row in compared
+        if row["tasks"] == "retrieval"
+    }
+    served = {"psa": " fp8", "sparcas": " int4", "psa_sketch": " int4", "kascade_sketch": " fp8"}
+    for name in fp8_study.PRESETS:
+        wide = lost[f"{name} in bf16", fp8_study.DENSE]
+        narrow = lost[f"{name}{served.get(name, '')}", fp8_study.BASE]
+        assert f"| `{name}` | {wide} | {narrow} |" in page
+
+
 def test_the_command_goes_on_and_compares_every_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
