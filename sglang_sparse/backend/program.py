@@ -7,7 +7,6 @@ import torch
 
 from sglang_sparse.backend.heads import lists_of_heads
 from sglang_sparse.backend.probe import FidelityProbe, Observe
-from sglang_sparse.checks import refuse
 from sglang_sparse.choices.build import Build, LayerProgram
 from sglang_sparse.choices.interfaces import BudgetRun, ScoreRun
 from sglang_sparse.choices.role import Role
@@ -33,9 +32,6 @@ def compile_programs(
         score, budget: its choices at run time.
         first_head: global id of this rank's first KV head.
         probe: see :mod:`sglang_sparse.backend.probe`; None for none.
-
-    Raises:
-        ConfigError: a layer attends to the selection of one that another process runs.
     """
     pool, programs = build.pool, {}
     layers = range(pool.start_layer, pool.end_layer)
@@ -46,13 +42,6 @@ def compile_programs(
         writer = layer if role.selects else role.source
         if writer is None:
             continue
-        if writer not in build.layers:
-            raise refuse(
-                "--pipeline-parallel-size",
-                f"a stage from layer {pool.start_layer}",
-                f"stages that start with an anchor, as layer {layer} reuses layer {writer}",
-                "drop it, or cut the stages (SGLANG_PP_LAYER_PARTITION) before anchors",
-            )
         attends = role.source is not None
         if role.selects:
             reusing = [
