@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_sparse.checks import refuse
+from sglang_sparse.host_memory import free_host_bytes
 from sglang_sparse.launch import placed_launch_of
 from sglang_sparse.pools import plane_spec
 
@@ -76,13 +77,11 @@ def resolve_pool_config(
 
 def _check_host(host_bytes: int) -> None:
     """Refuse more host memory than is free."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
+    free = free_host_bytes()
     if host_bytes > free:
         raise refuse(
             "--sparse-config",
             f"placement.host_bytes={host_bytes}",
-            f"up to {free}, the free memory of this host",
+            f"up to {free}, the free memory of this host or of its container",
             "lower it, or free memory",
         )

@@ -6,7 +6,8 @@
     python tests/gpu --devices 0,1,2            # every part on a GPU of its own, at once
     python tests/gpu --merge a.json b.json --out both.json
 
-- `kernels`: the tests of `tests/unit/kernels`, compiled.
+- `kernels`: the tests of `tests/unit/kernels`, compiled, and steps over KV in host memory beside
+  steps over resident KV.
 - `served`: the reference model with every method, decode graphs and the overlap scheduler: a full
   budget against dense, batches against their rows alone (:mod:`served_checks`).
 - `cascade`: the same of servers that hold a bounded number of tokens (:mod:`cascade_checks`).
@@ -48,7 +49,7 @@ import soak
 import window_checks
 from compare_latency import output_of
 from documents import cut_documents
-from kernel_checks import Part, kernels, part
+from kernel_checks import KERNEL_TESTS, Part, kernels, part
 from local import ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
 from served_checks import Outcome
 
@@ -319,7 +320,7 @@ def parse() -> argparse.Namespace:
     add("--commit", help="what is checked, where there is no git checkout")
     add("--merge", type=Path, nargs="+", metavar="REPORT", help="make one report of several")
     add("--workers", type=int, default=1, help="processes of the kernel tests")
-    add("--kernel-tests", type=Path, default=ROOT / "tests" / "unit" / "kernels")
+    add("--kernel-tests", type=Path, nargs="+", default=KERNEL_TESTS)
     add("--methods", type=names_of(METHODS), default=list(METHODS), help="of the served checks")
     add("--documents", type=int, default=4, help="of five prompts each, for the served checks")
     add("--server-flags", default="", help="more flags of every server, as text")

@@ -17,6 +17,8 @@ from typing import Any
 from local import has_gpu
 
 ROOT = Path(__file__).parents[2]
+_UNIT = ROOT / "tests" / "unit"
+KERNEL_TESTS = [_UNIT / "kernels", _UNIT / "radix" / "test_host_kv.py"]
 MOST_SHOWN = 40
 Part = dict[str, Any]
 Environment = dict[str, str]
@@ -31,8 +33,8 @@ def part(checked: int, failures: list[str], **facts: Any) -> Part:
 
 def kernels(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     """Run the kernel tests in processes of their own, each with a share of the files, and count."""
-    tests: Path = args.kernel_tests
-    files = sorted(tests.rglob("test_*.py")) or [tests]
+    tests: list[Path] = args.kernel_tests
+    files = [file for path in tests for file in sorted(path.rglob("test_*.py")) or [path]]
     shares = [files[i :: args.workers] for i in range(min(args.workers, len(files)))]
     run_share = partial(share_of_kernels, logs=args.logs, environment=environment)
     with ThreadPoolExecutor(len(shares)) as pool:

@@ -60,6 +60,7 @@ WITH_DRAFTS, WITH_A_DRAFT_MODEL = " with drafts", " with a draft model"
 WITH_EAGLE, WITH_EAGLE3 = " with EAGLE", " with EAGLE3"
 DRAFTED = (WITH_DRAFTS, WITH_A_DRAFT_MODEL, WITH_EAGLE, WITH_EAGLE3)
 WITH_HOST_KV = " with KV in host memory"
+WITH_REUSE = " with reuse" + WITH_HOST_KV
 # Frames for what a step of eight requests touches, and not for the blocks of all prompts.
 _OF_A_NUMBER = 2 if has_gpu() else 4
 HOST_KV = {
@@ -126,8 +127,13 @@ def placed_configurations() -> dict[str, list[str]]:
     for method in ("page_minmax", "psa"):
         config = json.loads(found[method][-1])
         config |= {"layers": {"kind": "every"}, "placement": HOST_KV}
-        flags = [*found[method][:-1], json.dumps(config), *HOST_KV_FLAGS]
-        placed[method + WITH_HOST_KV] = flags
+        placed[method + WITH_HOST_KV] = [*found[method][:-1], json.dumps(config), *HOST_KV_FLAGS]
+    # Layers that reuse a selection are fetched for ahead.
+    flags = placed["page_minmax" + WITH_HOST_KV]
+    at = flags.index("--sparse-config") + 1
+    config = json.loads(flags[at])
+    config |= {"layers": {"kind": "anchors", "anchors": [0, 2, 4], "first": "selection"}}
+    placed["page_minmax" + WITH_REUSE] = [*flags[:at], json.dumps(config), *flags[at + 1 :]]
     return placed
 
 
