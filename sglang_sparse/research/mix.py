@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sglang_sparse.research.cloze import Cloze
 from sglang_sparse.research.corpus.tokens import load
 from sglang_sparse.research.filler import TokenPieces
 from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, FileEncoder
@@ -36,10 +37,12 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.10, 0.20, 0.16, 0.20, 0.14, 0.08, 0.12])
-_READING_SHARE = 0.7
+_READING_WEIGHTS = np.array([0.08, 0.18, 0.10, 0.22, 0.20, 0.10, 0.12])
+_READING_SHARE = 0.85
 # Share of the reading tasks with words and sentences beyond those of the training split.
 _WIDE_SHARE = 0.8
+# Share of those whose facts are told in sentences of the corpus, and of their facts.
+_CLOZE_SHARE, _CLOZE_FACTS = 0.6, 0.8
 _WORD_TASK_SHARE = 0.04
 _OWN_FILLER_SHARE = 0.3
 _NOUNS = tuple(
@@ -129,7 +132,9 @@ class RowMaker:
         self.encoder = encoder
         self.corpus = corpus
         self.text_rows = text_rows
-        self.builder = ContextBuilder(encoder, "train", TokenPieces(encoder, corpus))
+        pieces = TokenPieces(encoder, corpus)
+        self.cloze = Cloze(pieces.texts)
+        self.builder = ContextBuilder(encoder, "train", pieces)
         self.own = ContextBuilder(encoder, "train")
         self._bos = encoder.token_id(BOS)
         self._head = encoder.encode(BOS + USER)
@@ -192,15 +197,18 @@ class RowMaker:
         if rng.random() < _READING_SHARE:
             reading = str(rng.choice(_READING, p=_READING_WEIGHTS))
             if reading == "dialogue":  # its questions lean on those before
-                return TASKS[reading](rng, _split(rng), length)
+                return self._reading(rng, reading, length)
             # The other tasks are learnt from few answers; long rows are few, so they ask for more.
             names = [reading, *names[: max(2, length // 2048)]]
         needles: list[Needle] = []
         questions: list[Question] = []
         style: FillerStyle = "text"
         for name in names:
-            make = general_fact if name == "fact" else TASKS[name]
-            problem = make(rng, _split(rng) if name in READING_TASKS else "train", length)
+            if name in READING_TASKS:
+                problem = self._reading(rng, name, length)
+            else:
+                make = general_fact if name == "fact" else TASKS[name]
+                problem = make(rng, "train", length)
             if needles and 17 * (len(needles) + len(problem.needles)) > length // 3:
                 continue
             needles += problem.needles
@@ -209,6 +217,20 @@ class RowMaker:
             style = problem.style
         order = rng.permutation(len(questions))
         return Problem(tuple(needles), tuple(questions[i] for i in order), style)
+
+    def _reading(self, rng: np.random.Generator, name: str, length: int) -> Problem:
+        """A reading task; facts of the wide split are told in many more sentences."""
+        split = _split(rng)
+        problem = TASKS[name](rng, split, length)
+        if split == "train" or rng.random() >= _CLOZE_SHARE:
+            return problem
+        needles = tuple(
+            replace(needle, text=self.cloze.sentence(rng, *needle.parts))
+            if needle.parts is not None and rng.random() < _CLOZE_FACTS
+            else needle
+            for needle in problem.needles
+        )
+        return replace(problem, needles=needles)
 
     def batch(self, seed: int, batch: int, length: int) -> Batch:
         """``batch`` rows of ``length`` tokens, padded at the end with token 0."""

@@ -88,8 +88,9 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
         places = entities(rng, split, "place", count)
         at = np.sort(rng.random(count))
         for place, depth in zip(places, at, strict=True):
-            text = say(VISITS.told(rng, split), person, noun("place", place))
-            needles.append(Needle(text, float(depth)))
+            parts = (person, noun("place", place))
+            text = say(VISITS.told(rng, split), *parts)
+            needles.append(Needle(text, float(depth), parts=parts))
         answer = f"{person} was in {join([noun('place', p) for p in places])}."
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
         questions.append(Question("collect", prompt, answer, tuple(places), "place"))

@@ -45,10 +45,13 @@ def dialogue(rng: Rng, split: Split, length: int) -> Problem:
     needles: list[Needle] = []
     latest: dict[str, list[tuple[float, str]]] = {}
 
-    def state(subject: str, word: str, depth: float, frame: str = "{f}") -> None:
-        template = statement(rng, split, relation)
-        text = say(template, subject, noun(relation.value, word))
-        needles.append(Needle(frame.format(f=text), depth))
+    def state(subject: str, word: str, depth: float, frame: str | None = None) -> None:
+        template, parts = statement(rng, split, relation), (subject, noun(relation.value, word))
+        text = say(template, *parts)
+        if frame is None:
+            needles.append(Needle(text, depth, parts=parts))
+        else:
+            needles.append(Needle(frame.format(f=text), depth))
         latest.setdefault(subject, []).append((depth, word))
 
     for subject, word, depth in zip(subjects, values, depths, strict=False):

@@ -94,7 +94,8 @@ def _told(rng: Rng, split: Split, length: int, task: str) -> Problem:
         template = relation.plain if plainly else statement(rng, split, relation)
         if plainly:
             question = wrapped(rng, split, say(relation.questions.asked(rng, split), subject))
-        needles.append(Needle(say(template, subject, value), depth))
+        parts = None if plainly else (subject, value)
+        needles.append(Needle(say(template, subject, value), depth, parts=parts))
         questions.append(answered(task, relation, say(question, subject), subject, word))
     return Problem(tuple(needles), tuple(questions))
 
@@ -115,6 +116,7 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
     chain = [RELATIONS[name] for name in fitting[int(rng.integers(len(fitting)))]]
     count = max(1, room_for(length, 24) // (2 * len(chain)))
     levels = _levels(rng, split, chain, count)
+    kinds = [_kinds(relation) for relation in chain]
     needles: list[Needle] = []
     questions: list[Question] = []
     for nodes in zip(*levels, strict=True):
@@ -125,7 +127,10 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
                 noun(relation.value, nodes[step + 1]),
             )
             template = statement(rng, split, relation)
-            needles.append(Needle(say(template, subject, value), float(rng.random())))
+            # Who lives in a town and who governs it are told apart by their sentences alone.
+            parts = None if kinds.count(_kinds(relation)) > 1 else (subject, value)
+            text = say(template, subject, value)
+            needles.append(Needle(text, float(rng.random()), parts=parts))
             hops.append(say(relation.plain, subject, value))
         phrase = noun(chain[0].subject, nodes[0])
         for relation in chain[:-1]:
@@ -136,6 +141,10 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
             Question("joined", say(last.question, phrase), " ".join(hops), (nodes[-1],), last.value)
         )
     return Problem(tuple(needles), tuple(questions))
+
+
+def _kinds(relation: Relation) -> set[str]:
+    return {relation.subject, relation.value}
 
 
 def _levels(rng: Rng, split: Split, chain: Sequence[Relation], count: int) -> list[list[str]]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from sglang_sparse.research.cloze import Cloze
 from sglang_sparse.research.corpus import tokens
 from sglang_sparse.research.cost import estimate, operations
 from sglang_sparse.research.export import MAX_BYTES, export, load
@@ -21,7 +23,7 @@ from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.research.spread import assignment, find_sources
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
 from sglang_sparse.research.train import Trainer, parser
-from sglang_sparse.tasks import FileEncoder
+from sglang_sparse.tasks import READING_TASKS, TASKS, FileEncoder
 from sglang_sparse.tasks.corpus import documents
 from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END
 
@@ -261,3 +263,61 @@ def test_models_over_the_size_limit_are_not_exported(tmp_path: Path, encoder: Fi
     big = ReferenceModel(ModelConfig(hidden_size=512, layers=6, intermediate_size=1024))
     with pytest.raises(ValueError, match=f"{MAX_BYTES} allowed"):
         export(big, tmp_path, encoder)
+
+
+def test_facts_are_told_in_sentences_of_the_corpus_and_answered_as_before(rows: RowMaker) -> None:
+    rng = np.random.default_rng(8)
+    told, shared = set(), 0
+    for _ in range(40):
+        problem = rows._reading(rng, "sentences", 1024)
+        for needle in problem.needles:
+            assert needle.parts is not None
+            low = needle.text.lower()
+            assert all(part.lower() in low for part in needle.parts)
+            carrier = low.replace(needle.parts[0].lower(), "").replace(needle.parts[1].lower(), "")
+            shared += carrier in told
+            told.add(carrier)
+        stated = {needle.parts for needle in problem.needles}
+        for question in problem.questions:  # the value is beside the subject that is asked for
+            assert any(
+                part[0].lower() in question.answer.lower() and question.values[0] in part[1]
+                for part in stated
+            )
+    # Half of the facts or so have a sentence of their own.
+    assert len(told) > shared
+
+
+def test_a_cloze_holds_both_phrases_in_a_sentence_of_the_text() -> None:
+    texts = ["\nA.", " The cat, that slept, saw a very old house by the sea;", " one two three"]
+    rng, seen = np.random.default_rng(3), set()
+    for _ in range(300):
+        text = Cloze(texts).sentence(rng, "Cecil Haas", "the orchard")
+        assert text[0].isupper()
+        assert text[-1] == "."
+        assert text.lower().count("cecil haas") == text.lower().count("the orchard") == 1
+        assert not re.search(r"\b(a|an|the) the\b", text.lower())
+        seen.add(text.lower().index("cecil haas") < text.lower().index("the orchard"))
+    assert seen == {True, False}
+    with pytest.raises(ValueError, match="no sentences"):
+        Cloze(texts[:1]).sentence(rng, "Cecil Haas", "the orchard")
+
+
+@pytest.mark.parametrize("task", READING_TASKS)
+def test_only_facts_that_any_sentence_can_state_name_their_parts(task: str) -> None:
+    for seed in range(30):
+        problem = TASKS[task](np.random.default_rng(seed), "train", 2048)
+        named = [needle for needle in problem.needles if needle.parts is not None]
+        for needle in named:
+            assert needle.parts is not None
+            assert all(part.lower() in needle.text.lower() for part in needle.parts)
+        if task in ("sentences", "collect"):
+            assert len(named) == len(problem.needles)
+        if task in ("similar_keys", "forms", "tally"):
+            assert not named
+        if task == "joined":
+            # A person and a town of one sentence may be a home or an office.
+            said = " ".join(question.answer for question in problem.questions)
+            if "lives in" in said and "mayor of" in said:
+                assert all(needle.parts and needle.parts[1][:2] == "a " for needle in named)
+            else:
+                assert len(named) == len(problem.needles)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sentences of a text in which two words give way to the subject and the value of a fact.
+
+A model that sees a few hundred sentences that state facts learns those sentences, and reads no
+others. Of these no two are alike, so what is left to learn is where a subject stands, and which
+word beside it is of the kind that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_FEWEST, _MOST = 5, 28  # words of a sentence
+_ARTICLES = ("a", "an", "the", "this", "that", "these", "those")
+_ENDS, _MARKS = ".!?", ".,;:!?"
+_TRIES = 100
+
+
+class Cloze:
+    """Draws such sentences.
+
+    Attributes:
+        texts: pieces of text, each about a sentence.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+
+    def sentence(self, rng: np.random.Generator, subject: str, value: str) -> str:
+        """A sentence with both phrases, in either order.
+
+        Raises:
+            ValueError: of many pieces none is a sentence.
+        """
+        for _ in range(_TRIES):
+            words = self.texts[int(rng.integers(len(self.texts)))].split()
+            plain = [word.rstrip(_MARKS).isalpha() for word in words]
+            free = [i for i, word in enumerate(words) if plain[i] and word.lower() not in _ARTICLES]
+            odd = len(words) - sum(plain)
+            if not _FEWEST <= len(words) <= _MOST or odd > 1 or len(free) < 2:
+                continue
+            first, second = sorted(rng.choice(free, size=2, replace=False).tolist())
+            phrases = (subject, value) if rng.random() < 0.5 else (value, subject)
+            for place, phrase in ((second, phrases[1]), (first, phrases[0])):
+                _put(words, place, phrase)
+            text = " ".join(words)
+            text = text.rstrip(",;:")
+            return text[:1].upper() + text[1:] + ("" if text[-1] in _ENDS else ".")
+        raise ValueError("the text has no sentences")
+
+
+def _put(words: list[str], place: int, phrase: str) -> None:
+    """Replace a word, and an article before it where the phrase has its own."""
+    word = words[place]
+    words[place] = phrase + word[len(word.rstrip(_MARKS)) :]
+    own = phrase.split(" ", 1)[0].lower() in _ARTICLES
+    if own and place and words[place - 1].lower() in _ARTICLES:
+        del words[place - 1]
