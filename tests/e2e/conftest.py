@@ -41,6 +41,9 @@ KEPT = {
 }
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 ALL_TILES = TILES | {"fraction": 1.0}
+# No head of the last layer takes its own list; of two ranks, each has what its heads take.
+WITHIN_RANKS = {"reuse": [{"layer": 5, "heads": [1, 0, 2, 2]}], "calibration": "uncalibrated"}
+MAPPED = {"min_sparse_tokens": 64, "prefill": TILES, "layers": WITHIN_RANKS}
 BLOCKS = {"kind": "block_bounds", "fraction": 0.5, "floor": 256, "min_tokens": 256}
 ALL_BLOCKS = BLOCKS | {"fraction": 1.0}
 ONE_LIST = {
@@ -195,7 +198,18 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {"SGLANG_SPARSE_PROBE": "1"},
     ),
-    # The same, prompts in one chunk.
+    # The same with another head map, on one rank and on two.
+    **{
+        f"kascade-mapped{name}": (
+            [
+                *(*SPARSE, "kascade", "--sparse-config", json.dumps(MAPPED)),
+                *("--chunked-prefill-size", "256", "--disable-cuda-graph", *ranks),
+            ],
+            {"SGLANG_SPARSE_PROBE": "1"},
+        )
+        for name, ranks in (("", ()), ("-ranks", ("--tp", "2")))
+    },
+    # With the map of the preset, prompts in one chunk.
     "kascade-whole": (
         [
             *SPARSE,

@@ -31,28 +31,33 @@ def answers(live: LiveServer, ids: list[list[int]], **options: object) -> list[d
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("method", "options"),
     [
-        {},
-        {"custom_params": {"sparse": {"budget": 0.5}}},
-        {"custom_params": {"sparse": {"mode": "dense"}}},
+        ("psa", {}),
+        ("psa", {"custom_params": {"sparse": {"budget": 0.5}}}),
+        ("psa", {"custom_params": {"sparse": {"mode": "dense"}}}),
+        ("kascade-mapped", {}),
     ],
-    ids=["sparse", "asked for a budget", "asked to be dense"],
+    ids=["sparse", "asked for a budget", "asked to be dense", "through a head map"],
 )
 def test_two_ranks_answer_as_one_does(
-    server: Server, prompts: list[list[int]], options: dict[str, object]
+    server: Server, prompts: list[list[int]], method: str, options: dict[str, object]
 ) -> None:
     ids = [prompts[0][:900], prompts[1][:450], prompts[2][:700]]
-    one, two = server("psa"), server("psa-ranks")
-    before = two.sparse_state()["decode_steps"]
+    one, two = server(method), server(f"{method}-ranks")
+    before = two.sparse_state()
     want, got = answers(one, ids, **options), answers(two, ids, **options)
     assert token_ids(got) == token_ids(want)
     # Sums over ranks are in another order than sums over heads.
     assert logprobs(got) == pytest.approx(logprobs(want), abs=logprob_error(900 + TOKENS))
-    after = two.sparse_state()["decode_steps"]
+    after = two.sparse_state()
+    grown = {
+        name: {variant: after[name][variant] - before[name][variant] for variant in after[name]}
+        for name in ("decode_steps", "prefill_batches")
+    }
     ran = "dense" if "dense" in str(options) else "sparse"
-    steps = {variant: after[variant] - before[variant] for variant in after}
-    assert steps == {"dense": 0, "sparse": 0} | {ran: len(ids) * (TOKENS - 1)}
+    assert grown["decode_steps"] == {"dense": 0, "sparse": 0} | {ran: len(ids) * (TOKENS - 1)}
+    assert (grown["prefill_batches"]["sparse"] > 0) == (method == "kascade-mapped")
 
 
 def test_what_ranks_count_adds_up_to_what_one_counts(
