@@ -129,6 +129,55 @@ def test_aborted_requests_leave_memory_and_planes_right(
     assert live.is_alive()
 
 
+def test_a_request_that_outgrows_the_pool_is_cut_or_refused_alone(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    # SGLang cuts what a request may write to what an empty pool holds, less a page. So the last
+    # one that decodes finds room, and SGLang's abort for want of slots is not reached.
+    live = server(HOSTED)
+    # A prompt that leaves no page beside it would wait for ever, and all others behind it.
+    outgrowing, small, longer = prompts[7][:752], prompts[2][:60], prompts[12][: 1024 - PAGE]
+    whole: dict[str, object] = {"custom_params": {"sparse": {"budget": 1.0}}}
+    live.flush()
+    before = live.generate([outgrowing], TOKENS, ignore_eos=True)
+    beside = live.generate([small], TOKENS, ignore_eos=True, **whole)
+    live.flush()
+    prefills = live.log.read_text().count("Prefill batch")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(live.generate, [outgrowing], 1024 - 752, ignore_eos=True)
+        while live.log.read_text().count("Prefill batch") < prefills + 2 and not asked.done():
+            time.sleep(0.02)
+        again = live.generate([small], TOKENS, ignore_eos=True, **whole)
+        refused = [refusal(live, outgrowing, 1024 - 752 + 1), refusal(live, longer, 1)]
+        assert not asked.done()
+        cut = asked.result()
+    assert token_ids(again) == token_ids(beside)
+    assert refused[0][0] == refused[1][0] == 400
+    assert "exceeds the model's maximum context length of 1024 tokens" in refused[0][1]
+    assert f"exceeds the maximum allowed length ({1024 - PAGE} tokens)" in refused[1][1]
+    longest = live.generate([longer[:-1]], 1, ignore_eos=True)
+    assert longest[0]["meta_info"]["prompt_tokens"] == 1024 - PAGE - 1
+    room = 1024 - 752 - PAGE - 1
+    assert cut[0]["meta_info"]["finish_reason"] == {"type": "length", "length": room}
+    assert len(token_ids(cut)[0]) == room
+    assert token_ids(cut)[0][:TOKENS] == token_ids(before)[0]
+    assert "aborted last request" not in live.log.read_text()
+    assert live.sparse_state()["plane_check"]["wrong"] == 0
+    live.flush()
+    assert live.call("/v1/loads")["loads"][0]["num_used_tokens"] == 0
+    after = live.generate([outgrowing], TOKENS, ignore_eos=True)
+    assert token_ids(after) == token_ids(before)
+    assert logprobs(after) == logprobs(before)
+    assert live.is_alive()
+
+
+def refusal(live: LiveServer, prompt: list[int], tokens: int) -> tuple[int, str]:
+    """Status and text with which a request is refused."""
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        live.generate([prompt], tokens, ignore_eos=True)
+    return refused.value.code, refused.value.read().decode()
+
+
 def test_metrics_count_what_is_found_and_loaded(server: Server, prompts: list[list[int]]) -> None:
     live = server(HOSTED)
     before = live.metrics()
