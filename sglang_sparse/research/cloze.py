@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sentences of a text in which two words give way to the subject and the value of a fact.
+"""Sentences of a text in which words give way to the subject and the value of a fact.
 
 A model that sees a few hundred sentences that state facts learns those sentences, and reads no
 others. Of these no two are alike, so what is left to learn is where a subject stands, and which
@@ -28,25 +28,23 @@ class Cloze:
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
 
-    def sentence(self, rng: np.random.Generator, subject: str, value: str) -> str:
-        """A sentence with both phrases, in either order.
+    def sentence(self, rng: np.random.Generator, *phrases: str) -> str:
+        """A sentence with all ``phrases``, in any order.
 
         Raises:
-            ValueError: of many pieces none is a sentence.
+            ValueError: of many pieces none is a sentence with room for them.
         """
         for _ in range(_TRIES):
             words = self.texts[int(rng.integers(len(self.texts)))].split()
             plain = [word.rstrip(_MARKS).isalpha() for word in words]
             free = [i for i, word in enumerate(words) if plain[i] and word.lower() not in _ARTICLES]
             odd = len(words) - sum(plain)
-            if not _FEWEST <= len(words) <= _MOST or odd > 1 or len(free) < 2:
+            if not _FEWEST <= len(words) <= _MOST or odd > 1 or len(free) < len(phrases):
                 continue
-            first, second = sorted(rng.choice(free, size=2, replace=False).tolist())
-            phrases = (subject, value) if rng.random() < 0.5 else (value, subject)
-            for place, phrase in ((second, phrases[1]), (first, phrases[0])):
-                _put(words, place, phrase)
-            text = " ".join(words)
-            text = text.rstrip(",;:")
+            places = sorted(rng.choice(free, size=len(phrases), replace=False).tolist())
+            for place, number in zip(places[::-1], rng.permutation(len(phrases)), strict=True):
+                _put(words, place, phrases[int(number)])
+            text = " ".join(words).rstrip(",;:")
             return text[:1].upper() + text[1:] + ("" if text[-1] in _ENDS else ".")
         raise ValueError("the text has no sentences")
 

@@ -114,8 +114,9 @@ def tally(rng: Rng, split: Split, length: int) -> Problem:
         ballots = [own[1]] * int(_SECOND * count) + [own[2]] * int(_THIRD * count)
         ballots += [own[0]] * (count - len(ballots))
         for i, voter in zip(rng.permutation(count), voters, strict=True):
-            text = VOTES.told(rng, split).format(s=topic, p=voter, v=ballots[int(i)])
-            needles.append(Needle(capital(text), float(rng.random())))
+            town = ballots[int(i)]
+            text = capital(VOTES.told(rng, split).format(s=topic, p=voter, v=town))
+            needles.append(Needle(text, float(rng.random()), parts=(topic, voter, town)))
         winners.append(own[0])
     question = VOTE_QUESTIONS.asked(rng, split).format(s=join(topics))
     answer = " ".join(

@@ -20,13 +20,14 @@ class Needle:
         text: The sentence, without surrounding whitespace.
         depth: Where it goes, as a fraction of the context: 0 is the start, 1 the end.
         reply: For a turn of a dialogue: the user asks ``text`` here, and this is the answer.
-        parts: Of a fact that any sentence with both of them may state: its subject and its value.
+        parts: Of a fact that any sentence with all of them may state: its subject, its value, and
+            what else it names.
     """
 
     text: str
     depth: float
     reply: str | None = None
-    parts: tuple[str, str] | None = None
+    parts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
