@@ -19,7 +19,7 @@ from ..device import programs_to_fill
 from ..triton_ops import INTERPRETED, begin_after, overlapping, page_arrived, read_clock
 from .types import COUNTERS, NEVER, FoundFrames, FramePool
 
-# Loads reach 46 to 48 GB/s on an H200 (kernels/bench/notes/frames.md).
+# Other values were not tried; with these loads reach 48 GB/s on an H200 (notes/frames.md).
 CTAS_PER_SM = 2
 TILE_WORDS = 2048
 
