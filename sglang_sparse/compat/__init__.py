@@ -46,6 +46,8 @@ Seams that every version shares (paths under ``sglang/srt``):
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before
     that. Both run in each tokenizer process.
+``managers/tp_worker.py: TpModelWorker.get_worker_info``
+    How long a prompt may be, see :mod:`sglang_sparse.admission`.
 ``entrypoints/http_server.py: _setup_and_run_http_server``
     It starts tokenizer processes, in which SGLang loads no plugins.
 ``entrypoints/anthropic/serving.py: AnthropicServing``, ``entrypoints/ollama/serving.py:

@@ -48,6 +48,11 @@ HOOKS = (
         "around",
     ),
     Hook(
+        f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
+        f"{_OURS}.admission:limit_prompts",
+        "around",
+    ),
+    Hook(
         f"{_TOKENIZER}._validate_one_request",
         f"{_OURS}.request_options:validate_one_request",
         "around",

@@ -338,3 +338,17 @@ def test_the_gpu_checks_pass_on_right_servers_and_list_what_is_wrong(
     assert "sparcas, full budget: prompt 0 parts at token" in failures
     assert "sparcas: decode graphs are off" in failures
     assert "sparcas: the overlap scheduler is off" in failures
+
+
+def test_a_prompt_that_leaves_no_page_of_the_pool_is_refused_and_blocks_nobody(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server("sparcas-kept")
+    pool, page = 8192, live.sparse_state()["page_size"]
+    longer = (prompts[12] * 9)[: pool - page]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        live.generate([longer], 1)
+    assert refused.value.code == 400
+    said = refused.value.read().decode()
+    assert f"exceeds the maximum allowed length ({pool - page} tokens)" in said
+    assert len(token_ids(live.generate([prompts[0][:50]], TOKENS, ignore_eos=True))[0]) == TOKENS

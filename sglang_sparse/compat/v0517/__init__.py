@@ -21,8 +21,6 @@
     know the name "sparse".
 ``mem_cache/swa_memory_pool.py: SWAKVPool``, ``mem_cache/unified_radix_cache.py: UnifiedRadixCache``
     Two pools, of which one holds windows, see :mod:`.windows`, :mod:`sglang_sparse.window_pools`.
-``managers/tp_worker.py: TpModelWorker.get_worker_info``
-    How long a prompt may be, see :mod:`.admission`.
 ``distributed/parallel_state.py: init_model_parallel_group``
     It builds NCCL communicators on every platform that is not an NPU or XPU.
 ``entrypoints/http_server.py: _setup_and_run_http_server``
@@ -87,11 +85,6 @@ HOOKS = (
     Hook(
         f"{_KV}._resolve_memory_pool_config",
         "sglang_sparse.placed_pools:resolve_pool_config",
-        "around",
-    ),
-    Hook(
-        f"{_SRT}.managers.tp_worker.TpModelWorker.get_worker_info",
-        "sglang_sparse.compat.v0517.admission:limit_prompts",
         "around",
     ),
     Hook(f"{_RUNNER}._capture_one_stream", f"{_GRAPHS}:capture_one_stream", "around"),

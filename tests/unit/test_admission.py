@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that SGLang 0.5.17 would accept and never run are too long."""
+"""Prompts that SGLang would accept and never run are too long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_sparse.compat.v0517 import admission
+from sglang_sparse import admission
 
 PAGE, POOL = 64, 8192
 

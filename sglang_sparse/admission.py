@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses prompts that SGLang 0.5.17 would accept and never run.
+"""Refuses prompts that SGLang would accept and never run.
 
 Seams: ``managers/tp_worker.py: TpModelWorker.get_worker_info``, which says how long a prompt may
 be; ``managers/schedule_policy.py: PrefillAdder.add_one_req``, which runs one only if a page is left
 beside it. A prompt between the two waits for ever, and all requests behind it. With pages of one
 token, as dense servers have, there is none; with ours there are up to 58 lengths (SGLang's issue
-28530). 0.5.23 ends such a request with an error.
+28530). Both tested versions do so.
 """
 
 from __future__ import annotations
