@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sentences of a text in which words give way to the subject and the value of a fact.
 
-A model that sees a few hundred sentences that state facts learns those sentences, and reads no
-others. Of these no two are alike, so what is left to learn is where a subject stands, and which
-word beside it is of the kind that is asked for.
+A model that sees a few hundred sentences that state facts, or forms of a question, learns those by
+heart, and reads no others. Of these no two are alike, so what is left to learn is where a subject
+stands, and which word beside it is of the kind that is asked for.
 """
 
 from __future__ import annotations
@@ -16,10 +16,16 @@ _FEWEST, _MOST = 5, 28  # words of a sentence
 _ARTICLES = ("a", "an", "the", "this", "that", "these", "those")
 _ENDS, _MARKS = ".!?", ".,;:!?"
 _TRIES = 100
+_ASKED = 0.7  # share of questions that end with a mark
+_OPENERS = """
+,Which,What,Where,Who,When,How,In which,Of which,By whom,Tell me,Say,Name,List,Count,Show me,
+Could you say,Could you name,Could you tell me,Do you know,I would like to know,I wonder,Find out,
+Look up,According to the text,What about,How about,And
+""".replace("\n", "").split(",")
 
 
 class Cloze:
-    """Draws such sentences.
+    """Draws such sentences, and questions made of them.
 
     Attributes:
         texts: pieces of text, each about a sentence.
@@ -47,6 +53,19 @@ class Cloze:
             text = " ".join(words).rstrip(",;:")
             return text[:1].upper() + text[1:] + ("" if text[-1] in _ENDS else ".")
         raise ValueError("the text has no sentences")
+
+    def question(self, rng: np.random.Generator, *phrases: str) -> str:
+        """A question with all ``phrases`` that does not say what it asks for.
+
+        Raises:
+            ValueError: as ``sentence`` does.
+        """
+        body = self.sentence(rng, *phrases).rstrip(_ENDS)
+        opener = _OPENERS[int(rng.integers(len(_OPENERS)))]
+        if opener:
+            named = any(body.startswith(phrase) for phrase in phrases)  # a name stays a name
+            body = f"{opener} {body if named else body[:1].lower() + body[1:]}"
+        return body + ("?" if rng.random() < _ASKED else ".")
 
 
 def _put(words: list[str], place: int, phrase: str) -> None:

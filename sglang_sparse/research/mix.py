@@ -43,6 +43,8 @@ _READING_SHARE = 0.85
 _WIDE_SHARE = 0.8
 # Share of those whose facts are told in sentences of the corpus, and of their facts.
 _CLOZE_SHARE, _CLOZE_FACTS = 0.6, 0.8
+# Share of the questions of the wide split that are made of sentences of the corpus, too.
+_CLOZE_QUESTIONS = 0.3
 _WORD_TASK_SHARE = 0.04
 _OWN_FILLER_SHARE = 0.3
 _NOUNS = tuple(
@@ -219,10 +221,19 @@ class RowMaker:
         return Problem(tuple(needles), tuple(questions[i] for i in order), style)
 
     def _reading(self, rng: np.random.Generator, name: str, length: int) -> Problem:
-        """A reading task; facts of the wide split are told in many more sentences."""
+        """A reading task; the wide split tells and asks in many more sentences."""
         split = _split(rng)
         problem = TASKS[name](rng, split, length)
-        if split == "train" or rng.random() >= _CLOZE_SHARE:
+        if split == "train":
+            return problem
+        questions = tuple(
+            replace(question, prompt=self.cloze.question(rng, *question.parts))
+            if question.parts is not None and rng.random() < _CLOZE_QUESTIONS
+            else question
+            for question in problem.questions
+        )
+        problem = replace(problem, questions=questions)
+        if rng.random() >= _CLOZE_SHARE:
             return problem
         needles = tuple(
             replace(needle, text=self.cloze.sentence(rng, *needle.parts))

@@ -93,7 +93,9 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
             needles.append(Needle(text, float(depth), parts=parts))
         answer = f"{person} was in {join([noun('place', p) for p in places])}."
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
-        questions.append(Question("collect", prompt, answer, tuple(places), "place"))
+        questions.append(
+            Question("collect", prompt, answer, tuple(places), "place", parts=(person,))
+        )
     return Problem(tuple(needles), tuple(questions), ordered=True)
 
 
@@ -118,11 +120,10 @@ def tally(rng: Rng, split: Split, length: int) -> Problem:
             text = capital(VOTES.told(rng, split).format(s=topic, p=voter, v=town))
             needles.append(Needle(text, float(rng.random()), parts=(topic, voter, town)))
         winners.append(own[0])
-    question = VOTE_QUESTIONS.asked(rng, split).format(s=join(topics))
+    asked = join(topics)
+    prompt = wrapped(rng, split, VOTE_QUESTIONS.asked(rng, split).format(s=asked))
     answer = " ".join(
         f"Most votes for {t} went to {w}." for t, w in zip(topics, winners, strict=True)
     )
-    return Problem(
-        tuple(needles),
-        (Question("tally", wrapped(rng, split, question), answer, tuple(winners), "town"),),
-    )
+    question = Question("tally", prompt, answer, tuple(winners), "town", parts=(asked,))
+    return Problem(tuple(needles), (question,))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sglang_sparse.tasks import training_forms as more
@@ -48,10 +50,8 @@ def dialogue(rng: Rng, split: Split, length: int) -> Problem:
     def state(subject: str, word: str, depth: float, frame: str | None = None) -> None:
         template, parts = statement(rng, split, relation), (subject, noun(relation.value, word))
         text = say(template, *parts)
-        if frame is None:
-            needles.append(Needle(text, depth, parts=parts))
-        else:
-            needles.append(Needle(frame.format(f=text), depth))
+        text = frame.format(f=text) if frame is not None else text
+        needles.append(Needle(text, depth, parts=parts))
         latest.setdefault(subject, []).append((depth, word))
 
     for subject, word, depth in zip(subjects, values, depths, strict=False):
@@ -74,7 +74,8 @@ def dialogue(rng: Rng, split: Split, length: int) -> Problem:
     for subject in subjects[:3]:
         prompt = _ask(rng, split, relation.question, subject, full=rng.random() < 0.5)
         word = latest[subject][-1][1]
-        questions.append(answered("dialogue", relation, prompt, subject, word))
+        question = answered("dialogue", relation, prompt, subject, word)
+        questions.append(replace(question, parts=(subject,)))
     return Problem(tuple(needles), tuple(questions), ordered=True)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -96,7 +97,9 @@ def _told(rng: Rng, split: Split, length: int, task: str) -> Problem:
             question = wrapped(rng, split, say(relation.questions.asked(rng, split), subject))
         parts = None if plainly else (subject, value)
         needles.append(Needle(say(template, subject, value), depth, parts=parts))
-        questions.append(answered(task, relation, say(question, subject), subject, word))
+        asked = answered(task, relation, say(question, subject), subject, word)
+        # Of a fact that is told plainly, the question need not say what it asks for.
+        questions.append(replace(asked, parts=(subject,)) if plainly else asked)
     return Problem(tuple(needles), tuple(questions))
 
 

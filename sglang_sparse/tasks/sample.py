@@ -34,7 +34,9 @@ class Needle:
 class Question:
     """A question, the full answer expected, and the values in it that are scored.
 
-    ``value_kind`` says which words of a reply are values.
+    Attributes:
+        value_kind: Which words of a reply are values.
+        parts: Where any question with these phrases has the same answer: what it asks about.
     """
 
     task: str
@@ -42,6 +44,7 @@ class Question:
     answer: str
     values: tuple[str, ...]
     value_kind: Kind = "number"
+    parts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

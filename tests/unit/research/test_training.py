@@ -305,6 +305,17 @@ def test_a_cloze_holds_both_phrases_in_a_sentence_of_the_text() -> None:
         Cloze(texts[:1]).sentence(rng, "Cecil Haas", "the orchard")
 
 
+def test_a_cloze_asks_about_its_phrase_behind_words_of_a_question_and_of_the_text() -> None:
+    texts = [" The cat, that slept, saw a very old house by the sea;", " one two three"]
+    rng = np.random.default_rng(4)
+    asked = [Cloze(texts).question(rng, "Cecil Haas") for _ in range(300)]
+    assert all(text.count("Cecil Haas") == 1 for text in asked)
+    assert {text[-1] for text in asked} == {"?", "."}
+    assert any(text.startswith("Which the Cecil Haas") for text in asked)
+    assert any(text.startswith("Tell me the ") for text in asked)
+    assert any(text.startswith("The ") for text in asked)
+
+
 @pytest.mark.parametrize("task", READING_TASKS)
 def test_only_facts_that_any_sentence_can_state_name_their_parts(task: str) -> None:
     for seed in range(30):
@@ -313,6 +324,12 @@ def test_only_facts_that_any_sentence_can_state_name_their_parts(task: str) -> N
         for needle in named:
             assert needle.parts is not None
             assert all(part.lower() in needle.text.lower() for part in needle.parts)
+        for question in problem.questions:
+            assert (question.parts is not None) == (
+                task in ("forms", "collect", "tally", "dialogue")
+            )
+            parts = question.parts or ()
+            assert all(part.lower() in question.prompt.lower() for part in parts)
         if task in ("sentences", "collect", "tally"):
             assert len(named) == len(problem.needles)
         if task in ("similar_keys", "forms"):
