@@ -79,7 +79,8 @@ class ContextBuilder:
     ) -> list[tuple[PieceArray, int, int]]:
         """Runs of consecutive pieces, at most ``tokens`` long together and nearly as long."""
         if style == "noise":
-            return [(self.noise, 0, min(self.noise.fitting(0, tokens), len(self.noise)))]
+            last = min(self.noise.fitting(0, tokens), len(self.noise))
+            return [(self.noise, 0, last)] if last else []
         pool, runs, left = self.text, [], tokens
         while left > 8:
             first = int(rng.integers(len(pool)))

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sglang_sparse.tasks import SPLITS, TASKS, FileEncoder, TaskSuite, in_split, is_exact, words
 from sglang_sparse.tasks.corpus import documents
+from sglang_sparse.tasks.layout import ContextBuilder
+from sglang_sparse.tasks.sample import Needle
 
 MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
 
@@ -49,6 +52,16 @@ def test_needles_stand_where_the_sample_says(suite: TaskSuite, encoder: FileEnco
     assert texts[0] == sample.answer
     assert len(set(texts)) == 8
     assert all(t.startswith("The magic number for ") for t in texts)
+
+
+def test_needles_may_leave_no_room_for_filler(encoder: FileEncoder) -> None:
+    needle = Needle("The pass key is 12345.", 0.5)
+    builder = ContextBuilder(encoder, "heldout")
+    for style in ("noise", "text"):
+        spare = 3  # tokens, fewer than any piece of filler has
+        room = len(encoder.encode("\n" + needle.text)) + spare
+        context = builder.build(np.random.default_rng(1), [needle], room, style)
+        assert context.text.strip() == needle.text
 
 
 @pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
