@@ -23,6 +23,7 @@ from sglang_sparse.tasks.needles import depths, pick
 from sglang_sparse.tasks.registry import READING_TASKS, TASKS
 from sglang_sparse.tasks.relations import wrapped
 from sglang_sparse.tasks.sample import FillerStyle, Needle, Problem, Question
+from sglang_sparse.tasks.wide_words import WIDE
 from sglang_sparse.tasks.words import Split, keys, values
 
 TRAIN_TASKS = (*TASKS, "fact")
@@ -43,8 +44,12 @@ _READING_SHARE = 0.85
 _WIDE_SHARE = 0.8
 # Share of those whose facts are told in sentences of the corpus, and of their facts.
 _CLOZE_SHARE, _CLOZE_FACTS = 0.6, 0.8
+# Parts of the corpus that words of the wide split are taken from, and the tokens of each.
+_STRETCHES, _STRETCH = 400, 8192
 # Share of the questions of the wide split that are made of sentences of the corpus, too.
 _CLOZE_QUESTIONS = 0.3
+# Share of them that stand before or behind a sentence of the corpus.
+_AMONG_TEXT = 0.2
 _WORD_TASK_SHARE = 0.04
 _OWN_FILLER_SHARE = 0.3
 _NOUNS = tuple(
@@ -136,10 +141,17 @@ class RowMaker:
         self.text_rows = text_rows
         pieces = TokenPieces(encoder, corpus)
         self.cloze = Cloze(pieces.texts)
+        WIDE.read(encoder.decode(self._stretches()))
         self.builder = ContextBuilder(encoder, "train", pieces)
         self.own = ContextBuilder(encoder, "train")
         self._bos = encoder.token_id(BOS)
         self._head = encoder.encode(BOS + USER)
+
+    def _stretches(self) -> list[int]:
+        """Parts of the corpus from all over it, to read words from."""
+        apart = max(len(self.corpus) // _STRETCHES, _STRETCH)
+        starts = range(0, len(self.corpus), apart)
+        return [i for at in starts for i in self.corpus[at : at + _STRETCH].tolist()]
 
     def text(self, rng: np.random.Generator, length: int) -> list[int]:
         """``length`` tokens of the corpus from anywhere on, behind the one that begins a text."""
@@ -226,12 +238,7 @@ class RowMaker:
         problem = TASKS[name](rng, split, length)
         if split == "train":
             return problem
-        questions = tuple(
-            replace(question, prompt=self.cloze.question(rng, *question.parts))
-            if question.parts is not None and rng.random() < _CLOZE_QUESTIONS
-            else question
-            for question in problem.questions
-        )
+        questions = tuple(self._asked(rng, question) for question in problem.questions)
         problem = replace(problem, questions=questions)
         if rng.random() >= _CLOZE_SHARE:
             return problem
@@ -242,6 +249,15 @@ class RowMaker:
             for needle in problem.needles
         )
         return replace(problem, needles=needles)
+
+    def _asked(self, rng: np.random.Generator, question: Question) -> Question:
+        prompt = question.prompt
+        if question.parts is not None and rng.random() < _CLOZE_QUESTIONS:
+            prompt = self.cloze.question(rng, *question.parts)
+        if rng.random() < _AMONG_TEXT:
+            both = [prompt, self.cloze.sentence(rng)]
+            prompt = " ".join(both if rng.random() < 0.5 else both[::-1])
+        return replace(question, prompt=prompt)
 
     def batch(self, seed: int, batch: int, length: int) -> Batch:
         """``batch`` rows of ``length`` tokens, padded at the end with token 0."""

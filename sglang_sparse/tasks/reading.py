@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from sglang_sparse.tasks.needles import depths, fact, pick
+from sglang_sparse.tasks.needles import depths, fact
 from sglang_sparse.tasks.relations import (
     RELATIONS,
     Relation,
@@ -20,7 +20,6 @@ from sglang_sparse.tasks.relations import (
     wrapped,
 )
 from sglang_sparse.tasks.sample import Needle, Problem, Question
-from sglang_sparse.tasks.vocabulary import pool
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
@@ -56,12 +55,12 @@ def similar_keys(rng: Rng, split: Split, length: int) -> Problem:
     count = int(rng.choice(fitting[-3:])) if length > 4096 else fitting[-1]
     side = {4: (1, 2, 2), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4)}[count]
     parts = [
-        pick(rng, pool(kind, split), n)
+        entities(rng, split, kind, n)
         for kind, n in zip(("thing", "animal", "place"), side, strict=True)
     ]
     keys = ["-".join(words) for words in product(*parts)]
     keys = [keys[i] for i in rng.permutation(len(keys))]
-    numbers = pick(rng, pool("number", split), count)
+    numbers = entities(rng, split, "number", count)
     needles = tuple(
         Needle(fact(k, v), d) for k, v, d in zip(keys, numbers, depths(rng, count), strict=True)
     )

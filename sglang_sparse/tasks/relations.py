@@ -14,8 +14,10 @@ from typing import Literal
 import numpy as np
 
 from sglang_sparse.tasks import training_forms as more
+from sglang_sparse.tasks.needles import pick
 from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.vocabulary import Kind, names, pool
+from sglang_sparse.tasks.wide_words import WIDE
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
@@ -364,18 +366,21 @@ def wrapped(rng: Rng, split: Split, question: str) -> str:
 
 def people(rng: Rng, split: Split, count: int) -> list[str]:
     """``count`` different full names that share first names and surnames with one another."""
-    first, last = names(split)
+    first, last = names("heldout" if split == "heldout" else "train")
     wide = min(math.isqrt(2 * count) + 1, len(last))
     high = min(3 * count // (2 * wide) + 2, len(first))
-    firsts = rng.choice(len(first), size=high, replace=False)
-    lasts = rng.choice(len(last), size=wide, replace=False)
-    pairs = [f"{first[i]} {last[j]}" for i in firsts for j in lasts]
-    return [pairs[i] for i in rng.choice(len(pairs), size=count, replace=False)]
+    if split == "wide":
+        firsts, lasts = WIDE.draw(rng, "first name", high), WIDE.draw(rng, "surname", wide)
+    else:
+        firsts, lasts = pick(rng, first, high), pick(rng, last, wide)
+    pairs = [f"{one} {other}" for one in firsts for other in lasts]
+    return pick(rng, pairs, count)
 
 
 def entities(rng: Rng, split: Split, kind: str, count: int) -> list[str]:
     """``count`` different words, or full names, of a kind."""
     if kind == "person":
         return people(rng, split, count)
-    own = pool(kind, split)
-    return [own[i] for i in rng.choice(len(own), size=count, replace=False)]
+    if split == "wide" and kind != "number":
+        return WIDE.draw(rng, kind, count)
+    return pick(rng, pool(kind, split), count)

@@ -8,13 +8,11 @@ templates name no word of any kind, so a reply's words of a kind are the values 
 
 from __future__ import annotations
 
-import random
 import zlib
 from functools import cache, lru_cache
 from itertools import product
 from typing import Literal
 
-from sglang_sparse.tasks.training_words import WORDS
 from sglang_sparse.tasks.words import SPLITS, Split, values
 
 Kind = Literal["number", "place", "thing", "animal", "job", "town", "river"]
@@ -80,45 +78,24 @@ _ENDS: dict[Kind, str] = {
 }
 
 
-_ONSETS = """
-b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sc sh sl sp st t th tr v w y z
-"""
-_VOWELS = "a e i o u ai ea ee ie oa oo ou"
-_CODAS = "b ck d ft g k l lt m mp n nd ng nt p r rd rk rn s sh sk st t th x"
-_INVENTED = 300
-
-
-def _held(word: str) -> bool:
+def held_out(word: str) -> bool:
+    """Whether a word belongs to the held-out split."""
     return zlib.crc32(word.encode()) % 4 == 0
 
 
 def _part(words: list[str], split: Split) -> tuple[str, ...]:
-    return tuple(word for word in words if _held(word) == (split == "heldout"))
-
-
-@cache
-def invented(kind: str) -> tuple[str, ...]:
-    """Words of one to three random syllables, for training on what no list has."""
-    source = random.Random(kind)
-    onsets, vowels, codas = _ONSETS.split(), _VOWELS.split(), _CODAS.split()
-    words = []
-    for _ in range(_INVENTED * 5 if kind in _ENDS else _INVENTED):  # beside as many of _ENDS
-        word = ""
-        for _ in range(source.choice((1, 2, 2, 2, 3))):
-            word += source.choice(onsets) + source.choice(vowels)
-            word += source.choice(codas) if source.random() < 0.6 else ""
-        words.append(word if kind in _CLOSED else word.capitalize())
-    return tuple(word for word in dict.fromkeys(words) if len(word) > 3 and not _held(word))
+    return tuple(word for word in words if held_out(word) == (split == "heldout"))
 
 
 @cache
 def pool(kind: Kind, split: Split) -> tuple[str, ...]:
-    """All words of a kind in a split; numbers have five digits, towns and rivers are invented."""
+    """All words of a kind in a split; numbers have five digits, towns and rivers are invented.
+
+    What the wide split has beside those of training is drawn by
+    :mod:`~sglang_sparse.tasks.wide_words`.
+    """
     if kind == "number":
         return values(split)
-    if split == "wide":
-        more = _part(WORDS.get(kind, "").split(), split)
-        return (*pool(kind, "train"), *more, *invented(kind))
     if kind in _CLOSED:
         return _part(_CLOSED[kind].split(), split)
     parts = product(_STARTS.split(), _MIDDLES.split(), _ENDS[kind].split())
@@ -131,10 +108,7 @@ def known_words(kind: Kind) -> frozenset[str]:
     return frozenset(word.lower() for split in SPLITS for word in pool(kind, split))
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=2)
 def names(split: Split) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """First names and surnames of a split."""
-    if split == "wide":
-        first, last = names("train")
-        return (*first, *invented("first name")), (*last, *invented("surname"))
     return _part(_FIRST_NAMES.split(), split), _part(_SURNAMES.split(), split)

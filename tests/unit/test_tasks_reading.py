@@ -25,7 +25,9 @@ from sglang_sparse.tasks.aggregation import VISIT_QUESTIONS, VISITS, VOTE_QUESTI
 from sglang_sparse.tasks.dialogues import CORRECTIONS, FOLLOW_UPS
 from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Relation
 from sglang_sparse.tasks.templates import Forms, blurred
-from sglang_sparse.tasks.vocabulary import Kind, known_words, names, pool
+from sglang_sparse.tasks.training_words import WORDS
+from sglang_sparse.tasks.vocabulary import Kind, held_out, known_words, names, pool
+from sglang_sparse.tasks.wide_words import WideWords
 
 MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
 ALL_FORMS = [
@@ -91,13 +93,11 @@ def test_short_prompts_hold_all_that_is_asked(
 
 def test_words_names_and_templates_of_the_splits_are_disjoint() -> None:
     for kind in get_args(Kind):
-        assert not {*pool(kind, "train"), *pool(kind, "wide")} & set(pool(kind, "heldout"))
-        assert set(pool(kind, "train")) <= set(pool(kind, "wide"))
+        assert not set(pool(kind, "train")) & set(pool(kind, "heldout"))
         assert len(pool(kind, "heldout")) >= 15
-    for train, wide, held in zip(*map(names, ("train", "wide", "heldout")), strict=True):
+    for train, held in zip(*map(names, ("train", "heldout")), strict=True):
         assert held
-        assert not set(wide) & set(held)
-        assert set(train) < set(wide)
+        assert not set(train) & set(held)
     for forms in (*ALL_FORMS, WRAPPINGS):
         assert forms.heldout
         assert not {*forms.train, *forms.wide} & set(forms.heldout)
@@ -110,7 +110,7 @@ def test_templates_name_no_value() -> None:
     kinds: tuple[Kind, ...] = ("place", "thing", "animal", "job", "town", "river")
     for kind in kinds:
         assert not words & known_words(kind)
-        assert not words & {*pool(kind, "wide")}
+        assert not words & set(WORDS.get(kind, "").split())
 
 
 @pytest.mark.parametrize("task", READING_TASKS)
@@ -124,9 +124,32 @@ def test_wide_problems_have_words_and_sentences_that_no_split_has(task: str) -> 
     known = {w.lower() for split in SPLITS for part in names(split) for w in part}
     for kind in get_args(Kind):
         known |= known_words(kind)
-    beyond = {w.lower() for part in names("wide") for w in part}
-    beyond |= {w.lower() for kind in get_args(Kind) for w in pool(kind, "wide")}
-    assert words & (beyond - known)
+    assert words & ({word for listed in WORDS.values() for word in listed.split()} - known)
+
+
+@pytest.mark.parametrize("kind", ["first name", "surname", "town", "river", "place", "job"])
+def test_wide_words_are_new_each_time_and_never_held_out(kind: str) -> None:
+    wide, rng = WideWords(), np.random.default_rng(1)
+    first, second = wide.draw(rng, kind, 40), wide.draw(rng, kind, 40)
+    assert len(set(first)) == len(set(second)) == 40
+    assert len({*first} - {*second}) > 20
+    held = names("heldout")[kind == "surname"] if "name" in kind else pool(kind, "heldout")
+    many = {*wide.draw(rng, kind, 400)}
+    assert not many & set(held)
+    assert not any(held_out(word) for word in many)
+    assert {word[0].isupper() for word in many} == {kind not in ("place", "job")}
+
+
+def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
+    wide, rng = WideWords(), np.random.default_rng(2)
+    # Words that CRC-32 holds out: Silke, pothole.
+    wide.read(
+        "Then, as Ottilie said, Silke saw a swamp in the doorway, and a pothole. The quick fox."
+    )
+    read = {*wide.draw(rng, "surname", 90)}
+    assert read & {"Ottilie", "Silke", "So"} == {"Ottilie"}
+    nouns = {*wide.draw(rng, "thing", 300)}
+    assert nouns & {"swamp", "doorway", "pothole", "quick"} == {"swamp", "doorway"}
 
 
 def test_blurred_templates_keep_what_is_filled_in() -> None:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
+from sglang_sparse.research import ranks
 from sglang_sparse.research.cloze import Cloze
 from sglang_sparse.research.corpus import tokens
 from sglang_sparse.research.cost import estimate, operations
@@ -217,14 +220,16 @@ def test_the_rate_warms_up_and_falls_over_the_last_share_of_the_time(
 
 
 def test_a_process_stops_when_asked_and_stages_end_with_their_time(
-    tmp_path: Path, corpus: Path
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = train(tmp_path, corpus, "--stop-after", "0")
     assert ended.state.step == 0
-    short = train(
-        tmp_path, corpus, "--time-limit", "3", "--text-tokens", "32768", "--log-every", "1"
-    )
+    seconds = itertools.count(step=0.1)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    flags = "--time-limit 3 --text-tokens 2048 --log-every 1"
+    short = train(tmp_path, corpus, *flags.split())
     assert short.state.stage > 3
+    assert short.state.seconds >= 3
 
 
 def test_chats_train_with_the_spreading_loss(tmp_path: Path, corpus: Path) -> None:
