@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fills the model card's tables and draws its plots from the study's JSON files.
 
-``python -m sglang_sparse.research.card`` reads ``study/*.json`` beside the card and rewrites what
-stands between ``<!-- NAME -->`` and ``<!-- end -->`` in ``README.md``.
+``python -m sglang_sparse.research.card`` reads what lies in ``study/`` beside the card. It rewrites
+what stands between ``<!-- NAME -->`` and ``<!-- end -->`` in ``README.md``.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import re
 from collections.abc import Sequence
@@ -26,10 +27,10 @@ class Results:
     """Every cell of every file of a folder, found by policy, task and length."""
 
     def __init__(self, folder: Path) -> None:
-        """Read ``table_*.json`` and the newest ``ablation_*.json`` of ``folder``."""
+        """Read ``table_*.json.gz`` and the ``ablation_4k.json`` of ``folder``."""
         self.cells: dict[tuple[Key, str, int], Cell] = {}
-        for path in sorted(folder.glob("table_*.json")):
-            for cell in cells_of(json.loads(path.read_text())):
+        for path in sorted(folder.glob("table_*.json.gz")):
+            for cell in cells_of(json.loads(gzip.decompress(path.read_bytes()))):
                 self.cells[(policy_key(cell["policy"]), cell["task"], cell["length"])] = cell
         self.ablation = json.loads((folder / "ablation_4k.json").read_text())
 

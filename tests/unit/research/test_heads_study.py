@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_the_command_measures_each_arm_and_prints_a_table(
 
 
 def test_the_committed_table_is_that_of_the_committed_cells_and_heads() -> None:
-    result = json.loads((REPORT / "arms.json").read_text())
+    result = json.loads(gzip.decompress((REPORT / "arms.json.gz").read_bytes()))
     result["cells"] = cells_of(result)
     table = heads_study.summary(result)
     assert table in (REPORT / "README.md").read_text()
@@ -82,7 +83,7 @@ def test_the_committed_table_is_that_of_the_committed_cells_and_heads() -> None:
 
 
 def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> None:
-    cells = cells_of(json.loads((REPORT / "arms.json").read_text()))
+    cells = cells_of(json.loads(gzip.decompress((REPORT / "arms.json.gz").read_bytes())))
     for length in {cell["length"] for cell in cells}:
         mean = {
             arm: 100 * sum(exact) / len(exact)
