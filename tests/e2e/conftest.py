@@ -257,7 +257,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *SPARSE,
             "cascade",
             *small(snapshots=2),
-            *("--chunked-prefill-size", "640", "--max-total-tokens", "5760"),
+            *("--chunked-prefill-size", "640", "--max-total-tokens", "5312"),
             *("--schedule-conservativeness", "0.01", "--enable-metrics"),
         ],
         {},
