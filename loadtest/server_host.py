@@ -2,9 +2,9 @@
 """A process that has imported SGLang and forks servers, so that each starts without importing.
 
 Most of a server's start is importing, which happens three times, since it spawns three processes.
-Here they are forked instead, from a process that has only imported and has not touched CUDA. Servers
-that are started by their commands cover what is special to spawning: pickled arguments, and a
-plugin that each process loads by itself.
+Here they are forked instead, from a process that has only imported and has not touched CUDA.
+Servers that are started by their commands cover what is special to spawning: pickled arguments,
+and a plugin that each process loads by itself.
 
     python server_host.py    # a JSON object a line on stdin; a process id a line on stdout
 """
