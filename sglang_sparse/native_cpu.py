@@ -63,7 +63,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """None: Inductor tries the C++ compiler for half a minute, before the first token."""
+        """Not Inductor, which seeks a C++ compiler for half a minute at the first token."""
         return "eager"
 
     def support_cuda_graph(self) -> bool:

@@ -13,7 +13,7 @@ from cascading import small
 from documents import cut_documents
 from drafters import write_eagle, write_eagle3
 from drafting import drafting_servers
-from host_tier import HOST_TIER_SERVERS
+from host_tier import HOST_TIER_SERVERS, VERIFY
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from placed import PLACED_SERVERS
@@ -66,21 +66,20 @@ WHOLE_MASS = {
 }
 BOUNDED = ["--disable-radix-cache"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
+CASCADE = [*SPARSE, "cascade"]
+PROBE = {"SGLANG_SPARSE_PROBE": "1"}
 SOON = {"min_sparse_tokens": 64}
 
 
 def sparse(method: str, config: dict[str, Any]) -> list[str]:
-    """Flags of a method with keys of its preset."""
+    """Flags of a method with other keys."""
     return [*SPARSE, method, "--sparse-config", json.dumps(config)]
 
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
     # The probe compares every decode step with dense attention; it cannot look into a graph.
-    "sparcas": (
-        [*sparse("sparcas", CHOOSY), "--disable-cuda-graph"],
-        {"SGLANG_SPARSE_PROBE": "1"},
-    ),
+    "sparcas": ([*sparse("sparcas", CHOOSY), "--disable-cuda-graph"], PROBE),
     # With everything that an operator may switch on.
     "page_minmax": (
         [
@@ -90,7 +89,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--enable-custom-logit-processor", "--chunked-prefill-size", "512"),
             "--disable-cuda-graph",
         ],
-        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        PROBE | VERIFY,
     ),
     # Selections kept over four steps, channels over all: every kind of state that outlives a step;
     # prompts in many chunks, and a pool that three of them overfill.
@@ -123,7 +122,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--enable-metrics", "--decode-log-interval", "2"),
             "--disable-cuda-graph",
         ],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        PROBE,
     ),
     # Heads of both kinds, in prompts too; lists are kept over four steps.
     "streaming": (
@@ -135,12 +134,12 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--chunked-prefill-size", "1024"),
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
-        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        PROBE | VERIFY,
     ),
     # As shipped, but sparse from the start.
     "lserve": (
         [*sparse("lserve", SOON), "--disable-cuda-graph"],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        PROBE,
     ),
     # Windows as long as the context, beside lists that stop at a share of one.
     "streaming-everything": (
@@ -156,7 +155,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # A share of the mass over single tokens; everything else as shipped.
     "psa_sketch": (
         [*sparse("psa_sketch", SOON), "--disable-cuda-graph"],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        PROBE,
     ),
     **drafting_servers(CHOOSY, KEPT),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
@@ -166,7 +165,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--enable-metrics", "--decode-log-interval", "2"),
             *("--disable-cuda-graph", "--tp", "2"),
         ],
-        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        PROBE | VERIFY,
     ),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
@@ -175,7 +174,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
             *("--chunked-prefill-size", "256"),
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        PROBE,
     ),
     # The same with another head map, on one rank and on two.
     **{
@@ -184,7 +183,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
                 *sparse("kascade", MAPPED),
                 *("--chunked-prefill-size", "256", "--disable-cuda-graph", *ranks),
             ],
-            {"SGLANG_SPARSE_PROBE": "1"},
+            PROBE,
         )
         for name, ranks in (("", ()), ("-ranks", ("--tp", "2")))
     },
@@ -205,18 +204,17 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         ],
         {},
     ),
-    "cascade": ([*SPARSE, "cascade", *small(), *BOUNDED, "--chunked-prefill-size", "2048"], {}),
-    "cascade-ranks": ([*SPARSE, "cascade", *small(), *BOUNDED, "--tp", "2"], {}),
+    "cascade": ([*CASCADE, *small(), *BOUNDED, "--chunked-prefill-size", "2048"], {}),
+    "cascade-ranks": ([*CASCADE, *small(), *BOUNDED, "--tp", "2"], {}),
     # The preset as shipped, and chunks that end inside of strides.
     "cascade-chunks": (
-        [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
+        [*CASCADE, *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
         {},
     ),
     # Two prefixes, so that later ones take the place of earlier ones.
     "cascade-prefixes": (
         [
-            *SPARSE,
-            "cascade",
+            *CASCADE,
             *small(snapshots=2),
             *("--chunked-prefill-size", "1024"),
             "--enable-cache-report",
@@ -226,8 +224,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # Fewer token slots than three requests end with, though enough to begin them: one is retracted.
     "cascade-retracts": (
         [
-            *SPARSE,
-            "cascade",
+            *CASCADE,
             *small(snapshots=2),
             *("--chunked-prefill-size", "640", "--max-total-tokens", "5312"),
             *("--schedule-conservativeness", "0.01", "--enable-metrics"),
@@ -236,8 +233,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     "cascade-whole": (
         [
-            *SPARSE,
-            "cascade",
+            *CASCADE,
             *BOUNDED,
             *("--sparse-config", '{"retention": {"window": 4096, "stride": 1024}}'),
             *("--chunked-prefill-size", "1024"),
@@ -252,7 +248,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
                 *("--chunked-prefill-size", "512", "--max-total-tokens", "8192"),
                 *("--enable-cache-report", "--disable-overlap-schedule"),
             ],
-            {"SGLANG_SPARSE_VERIFY": "1"},
+            VERIFY,
         )
         for held, more in HELD.items()
     },
@@ -284,7 +280,7 @@ CONFIGURATIONS["dense-fp8"] = (["--page-size", "64", *FP8_KV], {})
 CONFIGURATIONS |= {
     f"{method}-fp8": (
         [*sparse(method, c | SOON), *FP8_KV],
-        {"SGLANG_SPARSE_VERIFY": "1"},
+        VERIFY,
     )
     for method, c in WHOLE_CONTEXT.items()
 }
