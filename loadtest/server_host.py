@@ -3,9 +3,8 @@
 
 Most of a server's start is importing, which happens three times, since it spawns three processes.
 Here they are forked instead, from a process that has only imported and has not touched CUDA.
-Servers
-that are started by their commands cover what is special to spawning: pickled arguments, and a
-plugin that each process loads by itself.
+Servers that are started by their commands cover what is special to spawning: pickled arguments,
+and a plugin that each process loads by itself.
 
     python server_host.py    # a JSON object a line on stdin; a process id a line on stdout
 """
@@ -82,6 +81,7 @@ def _become_server(args: list[str], env: dict[str, str], log: str) -> None:
 def _serve_requests() -> None:
     """Fork a server for each line, until stdin ends; then end all of them."""
     import_sglang()
+    import_module("sglang.srt.plugins").load_plugins()  # looks for each hook in every module
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes away ended children
     servers = []
     for line in sys.stdin:

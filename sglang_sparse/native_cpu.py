@@ -62,5 +62,9 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Not Inductor, which seeks a C++ compiler for half a minute at the first token."""
+        return "eager"
+
     def support_cuda_graph(self) -> bool:
         return False

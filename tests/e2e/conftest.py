@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 from cascading import small
 from documents import cut_documents
 from drafters import write_eagle, write_eagle3
 from drafting import drafting_servers
-from host_tier import HOST_TIER_SERVERS
+from host_tier import HOST_TIER_SERVERS, VERIFY
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
 from placed import PLACED_SERVERS
@@ -65,34 +66,36 @@ WHOLE_MASS = {
 }
 BOUNDED = ["--disable-radix-cache"]
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
+CASCADE = [*SPARSE, "cascade"]
+PROBE = {"SGLANG_SPARSE_PROBE": "1"}
+SOON = {"min_sparse_tokens": 64}
+
+
+def sparse(method: str, config: dict[str, Any]) -> list[str]:
+    """Flags of a method with other keys."""
+    return [*SPARSE, method, "--sparse-config", json.dumps(config)]
+
 
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
     # The probe compares every decode step with dense attention; it cannot look into a graph.
-    "sparcas": (
-        [*SPARSE, "sparcas", "--sparse-config", json.dumps(CHOOSY), "--disable-cuda-graph"],
-        {"SGLANG_SPARSE_PROBE": "1"},
-    ),
+    "sparcas": ([*sparse("sparcas", CHOOSY), "--disable-cuda-graph"], PROBE),
     # With everything that an operator may switch on.
     "page_minmax": (
         [
-            *SPARSE,
-            "page_minmax",
-            *("--sparse-config", json.dumps(CHOOSY | {"min_sparse_tokens": 512})),
+            *sparse("page_minmax", CHOOSY | {"min_sparse_tokens": 512}),
             *("--enable-metrics", "--enable-cache-report"),
             # Prompts of an evaluation in chunks, which forced decoding has to tell apart.
             *("--enable-custom-logit-processor", "--chunked-prefill-size", "512"),
             "--disable-cuda-graph",
         ],
-        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        PROBE | VERIFY,
     ),
     # Selections kept over four steps, channels over all: every kind of state that outlives a step;
     # prompts in many chunks, and a pool that three of them overfill.
     "sparcas-kept": (
         [
-            *SPARSE,
-            "sparcas",
-            *("--sparse-config", json.dumps(CHOOSY | KEPT)),
+            *sparse("sparcas", CHOOSY | KEPT),
             *("--chunked-prefill-size", "1024"),
             *("--max-total-tokens", "8192"),
             "--enable-metrics",
@@ -102,7 +105,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # Requests come in through two processes.
     "tokenizers": (
         [
-            *(*SPARSE, "sparcas", "--sparse-config", json.dumps(CHOOSY)),
+            *sparse("sparcas", CHOOSY),
             *("--tokenizer-worker-num", "2"),
         ],
         # Connections are kept from test to test. A process that is imported says nothing meanwhile.
@@ -112,53 +115,37 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         },
     ),
     # A share of one is reached by nothing less than the whole context; kept over four steps.
-    "psa-everything": ([*SPARSE, "psa", "--sparse-config", json.dumps(WHOLE_MASS)], {}),
+    "psa-everything": (sparse("psa", WHOLE_MASS), {}),
     "psa": (
         [
-            *SPARSE,
-            "psa",
-            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            *sparse("psa", SOON),
             *("--enable-metrics", "--decode-log-interval", "2"),
             "--disable-cuda-graph",
         ],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        PROBE,
     ),
     # Heads of both kinds, in prompts too; lists are kept over four steps.
     "streaming": (
         [
-            *SPARSE,
-            "page_minmax",
-            *(
-                "--sparse-config",
-                json.dumps(
-                    CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}, "prefill": BLOCKS}
-                ),
+            *sparse(
+                "page_minmax",
+                CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}, "prefill": BLOCKS},
             ),
             *("--chunked-prefill-size", "1024"),
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
-        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        PROBE | VERIFY,
     ),
     # As shipped, but sparse from the start.
     "lserve": (
-        [
-            *SPARSE,
-            "lserve",
-            *("--sparse-config", '{"min_sparse_tokens": 64}'),
-            "--disable-cuda-graph",
-        ],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        [*sparse("lserve", SOON), "--disable-cuda-graph"],
+        PROBE,
     ),
     # Windows as long as the context, beside lists that stop at a share of one.
     "streaming-everything": (
         [
-            *SPARSE,
-            "psa",
-            *(
-                "--sparse-config",
-                json.dumps(
-                    WHOLE_MASS | {"heads": STREAMING | {"local": 32768}, "prefill": ALL_BLOCKS}
-                ),
+            *sparse(
+                "psa", WHOLE_MASS | {"heads": STREAMING | {"local": 32768}, "prefill": ALL_BLOCKS}
             ),
             *("--chunked-prefill-size", "1024"),
             *("--tp", "2", "--disable-cuda-graph"),
@@ -167,84 +154,67 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     # A share of the mass over single tokens; everything else as shipped.
     "psa_sketch": (
-        [
-            *SPARSE,
-            "psa_sketch",
-            *("--sparse-config", '{"min_sparse_tokens": 64}'),
-            "--disable-cuda-graph",
-        ],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        [*sparse("psa_sketch", SOON), "--disable-cuda-graph"],
+        PROBE,
     ),
     **drafting_servers(CHOOSY, KEPT),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
         [
-            *SPARSE,
-            "psa",
-            *("--sparse-config", '{"min_sparse_tokens": 64}'),
+            *sparse("psa", SOON),
             *("--enable-metrics", "--decode-log-interval", "2"),
             *("--disable-cuda-graph", "--tp", "2"),
         ],
-        {"SGLANG_SPARSE_PROBE": "1", "SGLANG_SPARSE_VERIFY": "1"},
+        PROBE | VERIFY,
     ),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
         [
-            *SPARSE,
-            "kascade",
-            *("--sparse-config", json.dumps({"min_sparse_tokens": 64, "prefill": TILES})),
+            *sparse("kascade", SOON | {"prefill": TILES}),
             *("--chunked-prefill-size", "256"),
             *("--enable-metrics", "--disable-cuda-graph"),
         ],
-        {"SGLANG_SPARSE_PROBE": "1"},
+        PROBE,
     ),
     # The same with another head map, on one rank and on two.
     **{
         f"kascade-mapped{name}": (
             [
-                *(*SPARSE, "kascade", "--sparse-config", json.dumps(MAPPED)),
+                *sparse("kascade", MAPPED),
                 *("--chunked-prefill-size", "256", "--disable-cuda-graph", *ranks),
             ],
-            {"SGLANG_SPARSE_PROBE": "1"},
+            PROBE,
         )
         for name, ranks in (("", ()), ("-ranks", ("--tp", "2")))
     },
     # With the map of the preset, prompts in one chunk.
     "kascade-whole": (
-        [
-            *SPARSE,
-            "kascade",
-            *("--sparse-config", json.dumps({"min_sparse_tokens": 64, "prefill": TILES})),
-            *("--chunked-prefill-size", "4096"),
-        ],
+        [*sparse("kascade", SOON | {"prefill": TILES}), *("--chunked-prefill-size", "4096")],
         {},
     ),
-    "kascade-shipped": ([*SPARSE, "kascade", "--sparse-config", json.dumps(ASKED)], {}),
+    "kascade-shipped": (sparse("kascade", ASKED), {}),
     "kascade-sketch-shipped": (
-        [*SPARSE, "kascade_sketch", "--sparse-config", json.dumps(ASKED)],
+        sparse("kascade_sketch", ASKED),
         {},
     ),
     "kascade-sketch-everything": (
         [
-            *SPARSE,
-            "kascade_sketch",
-            *("--sparse-config", json.dumps(EVERYTHING | {"prefill": ALL_TILES})),
+            *sparse("kascade_sketch", EVERYTHING | {"prefill": ALL_TILES}),
             *("--chunked-prefill-size", "4096"),
         ],
         {},
     ),
-    "cascade": ([*SPARSE, "cascade", *small(), *BOUNDED, "--chunked-prefill-size", "2048"], {}),
-    "cascade-ranks": ([*SPARSE, "cascade", *small(), *BOUNDED, "--tp", "2"], {}),
+    "cascade": ([*CASCADE, *small(), *BOUNDED, "--chunked-prefill-size", "2048"], {}),
+    "cascade-ranks": ([*CASCADE, *small(), *BOUNDED, "--tp", "2"], {}),
     # The preset as shipped, and chunks that end inside of strides.
     "cascade-chunks": (
-        [*SPARSE, "cascade", *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
+        [*CASCADE, *BOUNDED, "--chunked-prefill-size", "320", "--enable-metrics"],
         {},
     ),
     # Two prefixes, so that later ones take the place of earlier ones.
     "cascade-prefixes": (
         [
-            *SPARSE,
-            "cascade",
+            *CASCADE,
             *small(snapshots=2),
             *("--chunked-prefill-size", "1024"),
             "--enable-cache-report",
@@ -254,18 +224,16 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # Fewer token slots than three requests end with, though enough to begin them: one is retracted.
     "cascade-retracts": (
         [
-            *SPARSE,
-            "cascade",
+            *CASCADE,
             *small(snapshots=2),
-            *("--chunked-prefill-size", "640", "--max-total-tokens", "5760"),
+            *("--chunked-prefill-size", "640", "--max-total-tokens", "5312"),
             *("--schedule-conservativeness", "0.01", "--enable-metrics"),
         ],
         {},
     ),
     "cascade-whole": (
         [
-            *SPARSE,
-            "cascade",
+            *CASCADE,
             *BOUNDED,
             *("--sparse-config", '{"retention": {"window": 4096, "stride": 1024}}'),
             *("--chunked-prefill-size", "1024"),
@@ -276,22 +244,18 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     **{
         f"windows-{held}": (
             [
-                *SPARSE,
-                "page_minmax",
-                *("--sparse-config", json.dumps(CHOOSY | EQUALLY_STREAMING | more)),
+                *sparse("page_minmax", CHOOSY | EQUALLY_STREAMING | more),
                 *("--chunked-prefill-size", "512", "--max-total-tokens", "8192"),
                 *("--enable-cache-report", "--disable-overlap-schedule"),
             ],
-            {"SGLANG_SPARSE_VERIFY": "1"},
+            VERIFY,
         )
         for held, more in HELD.items()
     },
     # One list for all heads, which every layer reads through a map.
     "kascade-heads-everything": (
         [
-            *SPARSE,
-            "kascade",
-            *("--sparse-config", json.dumps(ONE_LIST | {"prefill": ALL_TILES})),
+            *sparse("kascade", ONE_LIST | {"prefill": ALL_TILES}),
             *("--chunked-prefill-size", "4096"),
             "--disable-cuda-graph",
         ],
@@ -315,8 +279,8 @@ WHOLE_CONTEXT: dict[str, dict[str, object]] = {
 CONFIGURATIONS["dense-fp8"] = (["--page-size", "64", *FP8_KV], {})
 CONFIGURATIONS |= {
     f"{method}-fp8": (
-        [*SPARSE, method, "--sparse-config", json.dumps(c | {"min_sparse_tokens": 64}), *FP8_KV],
-        {"SGLANG_SPARSE_VERIFY": "1"},
+        [*sparse(method, c | SOON), *FP8_KV],
+        VERIFY,
     )
     for method, c in WHOLE_CONTEXT.items()
 }

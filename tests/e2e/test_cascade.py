@@ -291,7 +291,7 @@ def test_slots_and_snapshots_return_after_retractions_and_aborts(
 ) -> None:
     live = server("cascade-retracts")
     live.flush()
-    tokens = 600
+    tokens = 400
     prompts = [
         suite.samples("passkey", length=1400, count=1, seed=20 + i)[0].prompt_ids for i in range(3)
     ]

@@ -191,7 +191,7 @@ def test_an_interrupted_run_goes_on_and_ends_alike(
     calls: int,
 ) -> None:
     quiet, checked = Console(quiet=True), name == "leave_one_out"
-    asked = {"finder": finder, "check": checked}
+    asked = {"finder": finder, "check": checked, "max_tokens": 256}
     whole = lserve.calibrate(settings(tmp_path / "whole", **asked), quiet)
     run, runs = getattr(owner, name), []
 
