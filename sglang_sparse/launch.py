@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sglang_sparse.choices.interfaces import BoundedRetention
@@ -19,14 +19,22 @@ class SparseLaunch:
 
     Attributes:
         resolved: the validated config, the method's name, and where both came from.
+        free: the most that ``placement.device_bytes`` may be if it is unset.
     """
 
     resolved: Resolved
+    free: int = 0
 
     @property
     def config(self) -> SparseConfig:
         """The point on the eight axes."""
         return self.resolved.config
+
+    def sized(self, device_bytes: int) -> SparseLaunch:
+        """The same with ``placement.device_bytes``."""
+        placement = self.config.placement.model_copy(update={"device_bytes": device_bytes})
+        config = self.config.model_copy(update={"placement": placement})
+        return replace(self, resolved=replace(self.resolved, config=config))
 
 
 def attach(server_args: Any, launch: SparseLaunch) -> None:

@@ -9,11 +9,12 @@ Seams (SGLang 0.5.17, ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from sglang_sparse.checks import refuse
 from sglang_sparse.host_memory import free_host_bytes
-from sglang_sparse.launch import placed_launch_of
+from sglang_sparse.launch import attach, placed_launch_of
 from sglang_sparse.pools import plane_spec
 
 _INT32_BYTES = 4
@@ -32,7 +33,8 @@ def resolve_pool_config(
 ) -> Any:
     """AROUND hook on ``KVCacheConfigurator._resolve_memory_pool_config``: tokens of the host.
 
-    The device has ``device_bytes``, and for each token its planes and where its blocks lie.
+    The device has ``device_bytes`` (unset: what is left), and for each token its planes and where
+    its blocks lie.
 
     Raises:
         ConfigError: the memory of the host or of the device holds no page.
@@ -46,7 +48,7 @@ def resolve_pool_config(
 
     device_bytes, host_bytes = launch.config.placement.room
     page, layers = configurator.page_size, configurator.layer_info.num_effective_layers
-    _check_host(host_bytes)
+    beside = _check_host(host_bytes)
     blocks = layers * configurator.model_config.get_num_kv_heads(1)
     # One page more is SGLang's padding.
     on_host = host_bytes // (host_cell_bytes(configurator) * page) - 1
@@ -59,7 +61,8 @@ def resolve_pool_config(
         )
     free = configurator._profile_available_bytes(pre_model_load_memory) - device_bytes
     of_a_page = extra_cell_bytes(plane_spec(launch), configurator, layers) * page
-    on_device = free // (of_a_page + _INT32_BYTES * blocks)
+    of_a_page += _INT32_BYTES * blocks
+    on_device = free // of_a_page
     if on_device < 1:
         raise refuse(
             "--sparse-config",
@@ -68,6 +71,11 @@ def resolve_pool_config(
             "lower it, or raise --mem-fraction-static",
         )
     tokens = configurator._apply_token_constraints(min(on_host, on_device) * page) // page * page
+    if not device_bytes:
+        # On a CPU frames lie beside the host's KV.
+        free = min(free, beside) if configurator.device == "cpu" else free
+        free -= (tokens // page + 1) * of_a_page
+        attach(configurator.server_args, replace(launch, free=free))
     return MemoryPoolConfig(
         max_total_num_tokens=tokens,
         max_running_requests=configurator.resolve_max_num_reqs(tokens),
@@ -75,8 +83,8 @@ def resolve_pool_config(
     )
 
 
-def _check_host(host_bytes: int) -> None:
-    """Refuse more host memory than is free."""
+def _check_host(host_bytes: int) -> int:
+    """Refuse more host memory than is free; bytes that it leaves."""
     free = free_host_bytes()
     if host_bytes > free:
         raise refuse(
@@ -85,3 +93,4 @@ def _check_host(host_bytes: int) -> None:
             f"up to {free}, the free memory of this host or of its container",
             "lower it, or free memory",
         )
+    return free - host_bytes

@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 _ORDER_BYTES = 12  # a frame's owner, stamp and place in the order
 # With less a step finds hardly more than what the step before it read, see docs/host-memory.md.
 _ENOUGH = 2
+_LOWER = (
+    "lower --max-running-requests, --context-length, --prefill-max-requests, the budget, "
+    "min_sparse_tokens or page_size"
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,45 @@ def pages_of_row(config: SparseConfig, list_units: int) -> tuple[int, int]:
     return max(since, short), max(list_units + since, short)
 
 
+def _needs(
+    config: SparseConfig, pool: HostKVPool, slots: int, max_context: int, copied: int
+) -> tuple[FrameDemand, int, int, int]:
+    """(the most that a step touches, blocks of the host, bytes of a frame, bytes beside frames)."""
+    _, row_pages = pages_of_row(config, config.capacity_units(max_context))
+    row_pages = min(row_pages, -(-max_context // pool.page_size))
+    demand = FrameDemand(pool.layer_num, slots, pool.head_num, row_pages)
+    block = 2 * pool.page_size * pool.head_dim * pool.dtype.itemsize
+    heads = demand.layers * demand.heads
+    # Keys of pages that are being written lie in rows once more, for their planes.
+    fixed = slots * heads * (block + block // 2) + buffer_bytes(pool, copied)
+    return demand, heads * pool.num_pages, block + _ORDER_BYTES, fixed
+
+
+def default_bytes(
+    config: SparseConfig, pool: HostKVPool, slots: int, max_context: int, copied: int, free: int
+) -> int:
+    """`placement.device_bytes` if unset: for four steps, or all blocks, or `free` bytes.
+
+    The other arguments are those of :func:`frame_sizes`.
+
+    Raises:
+        ConfigError: two steps, or all blocks, take more than is free.
+    """
+    demand, every, frame, fixed = _needs(config, pool, slots, max_context, copied)
+    most, least = (
+        fixed + frame * min(steps * demand.blocks, max(demand.blocks, every)) for steps in (4, 2)
+    )
+    if free < least:
+        raise refuse(
+            "--sparse-config",
+            "placement.device_bytes unset",
+            f"where {least} bytes are free beside the planes, not {free}",
+            f"two steps of {slots - 1} requests take so much: set it, raise "
+            f"--mem-fraction-static, or {_LOWER}, or placement.host_bytes",
+        )
+    return min(most, free)
+
+
 def frame_sizes(
     config: SparseConfig,
     pool: HostKVPool,
@@ -73,29 +116,21 @@ def frame_sizes(
     Raises:
         ConfigError: it is too little for the most that one step touches.
     """
-    layers, heads, page = pool.layer_num, pool.head_num, pool.page_size
-    units, columns = limits.capacity_units, -(-max_context // page)
-    tail, row_pages = pages_of_row(config, units)
-    row_pages = min(row_pages, columns)
-    demand = FrameDemand(layers, request_slots, heads, row_pages)
-    block = 2 * page * pool.head_dim * pool.dtype.itemsize
-    # Keys of pages that are being written lie in rows once more, for their planes.
-    pinned = request_slots * layers * heads * (block + block // 2)
-    fixed = pinned + buffer_bytes(pool, copy_pages)
+    units, columns = limits.capacity_units, -(-max_context // pool.page_size)
+    tail, _ = pages_of_row(config, units)
+    demand, every, frame, fixed = _needs(config, pool, request_slots, max_context, copy_pages)
     device_bytes, _ = config.placement.room
-    cached = (device_bytes - fixed) // (block + _ORDER_BYTES)
+    cached = (device_bytes - fixed) // frame
     if cached < demand.blocks:
-        least = fixed + demand.blocks * (block + _ORDER_BYTES)
+        least = fixed + demand.blocks * frame
         raise refuse(
             "--sparse-config",
             f"placement.device_bytes={device_bytes}",
             f"at least {least}",
-            f"a step of {request_slots} requests touches up to {row_pages} pages in {layers} "
-            f"layers of {heads} KV heads: raise it, or lower --max-running-requests, "
-            "--context-length, --prefill-max-requests, the budget, min_sparse_tokens or page_size",
+            f"a step of {request_slots} requests touches up to {demand.row_pages} pages in "
+            f"{demand.layers} layers of {demand.heads} KV heads: raise it, or {_LOWER}",
         )
     # More frames than blocks would never be used.
-    every = layers * pool.num_pages * heads
     if cached < min(_ENOUGH * demand.blocks, every):
         logger.warning(
             "sglang-sparse: frames hold %.1f times what a step of %d requests may touch, so a full "
@@ -126,7 +161,7 @@ def pages_to_copy(
     longest = min(-(-max_context // pool.page_size), pool.num_pages)
     pages = min(prompts, request_slots - 1) * longest
     device_bytes, _ = config.placement.room
-    if buffer_bytes(pool, pages) > device_bytes:
+    if 0 < device_bytes < buffer_bytes(pool, pages):
         raise refuse(
             "--sparse-config",
             f"placement.device_bytes={device_bytes}",

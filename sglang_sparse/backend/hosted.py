@@ -18,7 +18,7 @@ from sglang_sparse import compat
 from sglang_sparse.backend.attention import SparseAttentionBackend
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
-from sglang_sparse.backend.host_frame_sizes import pages_to_copy
+from sglang_sparse.backend.host_frame_sizes import default_bytes, pages_to_copy
 from sglang_sparse.backend.host_frames import HostFrames, make_frames
 from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.runner import launch_of_runner
@@ -122,11 +122,15 @@ class HostedAttentionBackend(SparseAttentionBackend):
             )
         pool = runner.token_to_kv_pool
         slots, columns = runner.req_to_token_pool.req_to_token.shape
-        self._config, self._max_context = launch_of_runner(runner).config, columns
+        self._launch, self._max_context = launch_of_runner(runner), columns
         prompts = compat.resolved(runner.server_args).prefill_max_requests
+        config = self._launch.config
         pages = pages_to_copy(
-            self._config, pool, request_slots=slots, max_context=columns, prompts=prompts
+            config, pool, request_slots=slots, max_context=columns, prompts=prompts
         )
+        if not config.placement.room[0]:
+            taken = default_bytes(config, pool, slots, columns, pages, self._launch.free)
+            self._launch = self._launch.sized(taken)
         # SGLang also captures batches of several requests; the buffer may hold only one.
         longest = min(runner.model_config.context_len, pages * pool.page_size)
         compat.limit_prefill_graphs(runner.server_args, longest)
@@ -135,7 +139,7 @@ class HostedAttentionBackend(SparseAttentionBackend):
 
     def _completed(self, build: Build) -> Build:
         pool = cast(Any, build.pool)
-        hosted = make_frames(self._config, pool, build, self._prompts, self._max_context)
+        hosted = make_frames(self._launch.config, pool, build, self._prompts, self._max_context)
         return replace(build, fetched=hosted)
 
     # Planning, once a batch. Decode batches do not reach the inner backend.

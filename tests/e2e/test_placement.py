@@ -213,3 +213,15 @@ def test_requests_that_fit_are_those_none_of_which_is_retracted(server: Server) 
     assert found["held"] == 2
     assert [(r["sent"], r["at_once"]) for r in found["rounds"]] == [(3, 3), (2, 2)]
     assert found["rounds"][0]["retracted"] > 0
+
+
+def test_frames_of_unset_device_bytes_hold_four_steps(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    live = server("placed-unsized")
+    live.generate([prompts[3][:700]], TOKENS, ignore_eos=True)
+    state = live.sparse_state()
+    # A list and the open page, of two requests and of padding; six layers.
+    assert state["frames"]["frames"] == 4 * 3 * (128 // PAGE + 1) * 6 * state["kv_heads"]
+    taken = state["axes"]["placement"]["device_bytes"]
+    assert f"host(device_bytes={taken}, " in live.log.read_text()

@@ -33,6 +33,12 @@ PLACED_SERVERS: dict[str, tuple[list[str], dict[str, str]]] = {
     for where, placement in PLACEMENTS.items()
 }
 
+UNSIZED = PAGES_OF_16 | {"placement": {"kind": "host", "host_bytes": 64 << 20}}
+PLACED_SERVERS["placed-unsized"] = (
+    [*PSA, "--sparse-config", json.dumps(UNSIZED), "--max-running-requests", "2"],
+    {},
+)
+
 # Arguments, and words of the line that ends the start.
 PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "dense layers with KV in host memory": (

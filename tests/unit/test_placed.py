@@ -34,12 +34,13 @@ def test_kv_lies_on_the_device_unless_asked_otherwise():
     assert device.config == plain.config
     assert device.hash == plain.hash != resolve().hash
     assert resolve().config.placement.room == (1 << 30, 4 << 30)
+    assert resolve(placement={"kind": "host", "host_bytes": 9}).config.placement.room == (0, 9)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"placement": {"kind": "host", "device_bytes": 1}}, "host_bytes"),
+        ({"placement": {"kind": "host"}}, "host_bytes"),
         ({"placement": HOST | {"device_bytes": 0}}, "device_bytes"),
         ({"placement": {"kind": "disk"}}, "placement"),
         ({"layers": {"kind": "first_dense", "n": 1}}, "layer 0 attends to every token"),

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_sparse import placed_pools
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
-from sglang_sparse.launch import SparseLaunch
+from sglang_sparse.launch import SparseLaunch, launch_of
 from sglang_sparse_radix import host_kv
 
 LAYERS, HEADS, DIM, PAGE = 4, 2, 64, 16
@@ -32,6 +32,7 @@ class Configurator:
     """What `resolve_pool_config` reads of SGLang's; `free` bytes of the device are left."""
 
     is_draft_worker = False
+    device = "cuda"
     page_size = PAGE
     server_args = SimpleNamespace(mem_fraction_static=0.5)
     layer_info = SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS)
@@ -55,7 +56,7 @@ class Configurator:
 def sized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Sizes a pool by `placement`, with so much free memory of the device and of the host."""
 
-    def size(device_bytes: int, host_bytes: int, *, free: int, host: int = 1 << 40) -> Any:
+    def size(device_bytes: int | None, host_bytes: int, *, free: int, host: int = 1 << 40) -> Any:
         placement = {"kind": "host", "device_bytes": device_bytes, "host_bytes": host_bytes}
         config = {"layers": {"kind": "every"}, "page_size": PAGE, "placement": placement}
         launch = SparseLaunch(resolve_with_source("page_minmax", json.dumps(config), SHAPE))
@@ -78,6 +79,17 @@ def test_tokens_are_what_the_host_holds_but_for_a_page(sized: Any) -> None:
 def test_tokens_are_no_more_than_the_device_has_planes_for(sized: Any) -> None:
     assert sized(1000, 1 << 30, free=1000 + 7 * ON_DEVICE).max_total_num_tokens == 7 * PAGE
     assert sized(1000, 1 << 30, free=999 + 7 * ON_DEVICE).max_total_num_tokens == 6 * PAGE
+
+
+def test_unset_device_bytes_may_take_what_planes_leave(
+    sized: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_bytes = 11 * PAGE * CELL
+    assert sized(None, host_bytes, free=20 * ON_DEVICE).max_total_num_tokens == 10 * PAGE
+    assert launch_of(Configurator.server_args).free == 9 * ON_DEVICE
+    monkeypatch.setattr(Configurator, "device", "cpu")
+    sized(None, host_bytes, free=1 << 30, host=host_bytes + 12 * ON_DEVICE)
+    assert launch_of(Configurator.server_args).free == ON_DEVICE
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class PlacementChoice(Choice, ABC):
 
     @property
     def room(self) -> tuple[int, int]:
-        """Device and host bytes for keys and values of a placement in host memory."""
+        """Device bytes (0: unset) and host bytes for keys and values in host memory."""
         return (0, 0)
 
     def check(self, point: PlacedPoint) -> None:

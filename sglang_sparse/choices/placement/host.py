@@ -26,11 +26,13 @@ class OnHost(PlacementChoice):
     on_host: ClassVar[bool] = True
 
     kind: Literal["host"] = "host"
-    device_bytes: int = Field(
+    device_bytes: int | None = Field(
+        default=None,
         ge=1,
         description="Device memory for keys and values: frames, pages that are being written, and "
         "two layers of the longest request, for each prompt of a prefill batch "
-        "(--prefill-max-requests, 1 unless set).",
+        "(--prefill-max-requests, 1 unless set). Unset: frames for four steps of a full "
+        "batch, or for two at least.",
     )
     host_bytes: int = Field(
         ge=1,
@@ -40,7 +42,7 @@ class OnHost(PlacementChoice):
 
     @property
     def room(self) -> tuple[int, int]:
-        return (self.device_bytes, self.host_bytes)
+        return (self.device_bytes or 0, self.host_bytes)
 
     def check(self, point: PlacedPoint) -> None:
         if point.retention.bounded or point.retention.by_head:

@@ -21,7 +21,12 @@ from host_kv_harness import (
 )
 
 from sglang_sparse import pools
-from sglang_sparse.backend.host_frame_sizes import frame_sizes, pages_of_row, pages_to_copy
+from sglang_sparse.backend.host_frame_sizes import (
+    default_bytes,
+    frame_sizes,
+    pages_of_row,
+    pages_to_copy,
+)
 from sglang_sparse.backend.host_prompts import buffer_bytes, lay_out
 from sglang_sparse.config import ConfigError
 from sglang_sparse_radix import host_kv
@@ -164,6 +169,24 @@ def test_a_server_whose_frames_hold_less_than_two_steps_says_so(caplog):
     assert blocks < every < 2 * blocks
     assert cached((every - blocks) * frame) == every
     assert not caplog.text
+
+
+def test_unset_device_bytes_are_for_four_steps_or_what_is_free_down_to_two():
+    twins, pages = Twins(make_config(PAGE)), CONTEXT // PAGE
+    pool, frame = twins.hosted.pool, twins.frames.block_bytes + 12
+    step = twins.frames.frames.demand.blocks * frame
+    fixed = least_device_bytes(twins.config, pool, twins.hosted.build, pages) - step
+
+    def steps(free: int) -> float:
+        taken = default_bytes(twins.config, pool, SLOTS, CONTEXT, pages, fixed + free)
+        return (taken - fixed) / step
+
+    every = LAYERS * pool.num_pages * HEADS * frame
+    assert steps(9 * step) == steps(every) == every / step < 2
+    pool.num_pages = 1000
+    assert [steps(free) for free in (9 * step, 3 * step, 2 * step)] == [4, 3, 2]
+    with pytest.raises(ConfigError, match=rf"device_bytes unset: .*where {fixed + 2 * step} bytes"):
+        steps(2 * step - 1)
 
 
 @pytest.mark.parametrize(
