@@ -23,21 +23,27 @@ from typing import Any
 from compare_latency import CONFIGURATIONS, HERE, gpu, output_of, running_server, server_command
 
 _LOADED = re.compile(r"\[([0-9-]+ [0-9:]+)[^\]]*\] .*Load weight end", re.MULTILINE)
+_CAPTURED = re.compile(r"Capture target decode CUDA graph end. elapsed=([0-9.]+) s")
+_LATE = re.compile(r"sglang-sparse: (\S+) was compiled at its launch, which took ([0-9.]+) s")
 _OURS = re.compile(r"sglang-sparse: (\d+ kernels were on disk.*)")
 
 
-def start(label: str, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
+def start(label: str, args: argparse.Namespace, cache: Path, number: int = 0) -> dict[str, Any]:
     """Start one server with Triton's cache in ``cache``, end it, and say how long it took.
+
+    Its log has ``number`` in its name.
 
     Returns:
         ``seconds`` from loaded weights to the first answer, to within the second of SGLang's log;
-        ``total_seconds`` from its command on; ``kernels``, the line of this package, if any.
+        ``total_seconds`` from its command on; ``capture_seconds`` of decode graphs, the first
+        forward included; ``kernels``, the line of this package, and ``late``, kernels of it that
+        a launch had to compile.
 
     Raises:
         RuntimeError: it did not start, or its log does not say when weights were loaded.
     """
     os.environ["TRITON_CACHE_DIR"] = str(cache)
-    log = args.logs / f"start-{label}.log"
+    log = args.logs / f"start-{label}-{number}.log"
     command = server_command(args.model, args.port, args.max_batch, CONFIGURATIONS[label])
     began = time.monotonic()
     with running_server(command, args.port, log):
@@ -47,11 +53,13 @@ def start(label: str, args: argparse.Namespace, cache: Path) -> dict[str, Any]:
     if loaded is None:
         raise RuntimeError(f"{log} does not say when weights were loaded")
     seconds = (ready - datetime.fromisoformat(loaded[1])).total_seconds()
-    ours = _OURS.search(text)
+    ours, captured = _OURS.search(text), _CAPTURED.search(text)
     return {
         "seconds": round(seconds, 1),
         "total_seconds": round(total, 1),
+        "capture_seconds": captured and float(captured[1]),
         "kernels": ours and ours[1],
+        "late": {name: float(took) for name, took in _LATE.findall(text)},
     }
 
 
@@ -76,10 +84,10 @@ def main() -> None:
         "servers": {},
     }
     with tempfile.TemporaryDirectory() as caches:
-        start("dense", args, Path(caches) / "unmeasured")
+        start("dense", args, Path(caches) / "unmeasured", -1)
         for label in args.configurations:
             cache = Path(caches) / label
-            cold, *warm = (start(label, args, cache) for _ in range(1 + args.warm))
+            cold, *warm = (start(label, args, cache, n) for n in range(1 + args.warm))
             report["servers"][label] = {"cold": cold, "warm": warm}
             args.out.write_text(json.dumps(report, indent=1) + "\n")
             print(label, json.dumps(report["servers"][label]), flush=True)

@@ -6,14 +6,17 @@ holds the interpreter's lock, so threads do not help. Here a step is *rehearsed*
 noted and neither compiled nor launched. Processes without a GPU then compile what Triton's cache on
 disk lacks, and the first launch finds it there.
 
-Seams (Triton 3.6 and 3.8): ``runtime/jit.py: JITFunction.run``, ``_do_compile``;
+Seams (Triton 3.6 and 3.8): ``runtime/jit.py: JITFunction.run``, ``_do_compile``,
+``JITCallable.cache_key``, ``hash``;
 ``compiler/compiler.py: compile``, ``ASTSource``, ``make_backend``,
-``CompiledKernel._init_handles``; ``runtime/cache.py: get_cache_key``, ``get_cache_manager``;
-``backends/nvidia/driver.py: CudaLauncher``, ``make_launcher`` (3.6 alone).
+``CompiledKernel._init_handles``; ``knobs.py: compilation.listener``, ``CompileTimes``;
+``runtime/cache.py: get_cache_key``, ``get_cache_manager``; ``backends/nvidia/driver.py:
+CudaLauncher``, ``make_launcher`` (3.6 alone).
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import os
@@ -28,11 +31,12 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import ASTSource, compile, make_backend
 from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 _OWN = __name__.partition(".")[0]
 _WORKER = f"from {__name__} import serve; serve()"
@@ -59,6 +63,7 @@ class Kernel:
     def source(self) -> ASTSource:
         """What Triton compiles."""
         function = getattr(importlib.import_module(self.module), self.name)
+        settle(function)
         return ASTSource(function, self.signature, self.constants, self.attributes)
 
     def is_on_disk(self) -> bool:
@@ -81,6 +86,31 @@ class Kernel:
         kernel = compile(self.source(), target=self.target, options=self.options.__dict__)
         if hasattr(nvidia, "make_launcher"):
             nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+_settled: set[int] = set()
+
+
+def settle(function: JITCallable) -> None:
+    """Give a function the key on disk that it has in every process.
+
+    Up to Triton 3.7 a key lacks the global constants of functions that were not hashed yet, so it
+    depends on what a process compiled before (mended by triton-lang/triton#10494). Then a launch
+    would not find what another process compiled. So those that are called are hashed first.
+    """
+    if id(function) in _settled:
+        return
+    _settled.add(id(function))
+    for node in ast.walk(function.parse()):
+        called = None
+        if isinstance(node, ast.Name):
+            called = function.__globals__.get(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            called = getattr(function.__globals__.get(node.value.id), node.attr, None)
+        if isinstance(called, JITCallable):
+            settle(called)
+    function.hash = None
+    function.cache_key  # noqa: B018  # computes it
 
 
 @dataclass(frozen=True)
@@ -192,6 +222,25 @@ def compile_ahead(
         failures.append(f"{missing.qsize()} kernels, as no process was left to compile them")
     found = len(kernels) - count + done - compiled
     return Compiled(found, compiled, processes, tuple(failures))
+
+
+def watch_launches(tell: Callable[[str, float], None]) -> None:
+    """Tell of each kernel of this package, from now on, that its launch has to compile.
+
+    Args:
+        tell: is given its name, and the seconds that it took.
+    """
+    before = triton.knobs.compilation.listener
+
+    def listen(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
+        if before is not None:
+            before(src=src, times=times, cache_hit=cache_hit, **rest)
+        # Other languages than Triton's own have no function.
+        module = getattr(getattr(src, "fn", None), "module", "")
+        if not cache_hit and module.split(".")[0] == _OWN:
+            tell(src.name, times.total / 1e6)
+
+    triton.knobs.compilation.listener = listen
 
 
 def _feed(kernels: SimpleQueue[Kernel], told: Callable[[str, bool], None]) -> None:

@@ -52,7 +52,7 @@ def compile_kernels(
     """
     if build.impl != "triton":
         return
-    from sglang_sparse_kernels.ahead import compile_ahead
+    from sglang_sparse_kernels.ahead import compile_ahead, watch_launches
 
     start = told = time.monotonic()
 
@@ -77,6 +77,16 @@ def compile_kernels(
     )
     for failure in result.failures:
         logger.warning("sglang-sparse: left for its first launch: %s", failure)
+    watch_launches(_say_late)
+
+
+def _say_late(name: str, seconds: float) -> None:
+    logger.warning(
+        "sglang-sparse: %s was compiled at its launch, which took %.1f s: it is not among the "
+        "kernels that are compiled ahead",
+        name,
+        seconds,
+    )
 
 
 def rehearse(

@@ -90,7 +90,7 @@ for path in sys.argv[1:]:
 """
 # The same over KV in host memory, with an odd number of pages. It compiles what it rehearsed.
 HOSTED = """
-import json, sys
+import json, os, sys
 import torch
 from types import SimpleNamespace as Fake
 from absent_gpu import compile_for_absent_gpu
@@ -98,7 +98,7 @@ from host_kv_harness import BUDGETS, LAYERS, SLOTS, HEADS, GROUP, DIM, Twins, ma
 import host_kv_harness
 from sglang_sparse.backend.ahead import rehearse
 from sglang_sparse_kernels import KVScales, Softmax
-from sglang_sparse_kernels.ahead import compile_ahead, rehearsal
+from sglang_sparse_kernels.ahead import compile_ahead, rehearsal, watch_launches
 
 compile_for_absent_gpu()
 host_kv_harness.IMPL = "triton"
@@ -135,7 +135,16 @@ with rehearsal() as launched:
             side.extend.end_layer(layer)
 late = sorted(name for name, key in launched.keys() - ready.keys())
 result = compile_ahead(ahead, processes=1, progress=lambda done, of: None)
+on_disk = sum(kernel.is_on_disk() for kernel in ready.values())
+told = []
+watch_launches(lambda name, seconds: told.append((name, seconds > 0)))
+kernel = next(iter(ready.values()))
+kernel.compile()
+os.environ["TRITON_CACHE_DIR"] = sys.argv[2]
+kernel.compile()
+kernel.compile()
 print(json.dumps({
+    "ready": len(ready), "on_disk": on_disk, "told": told, "first": kernel.name,
     "launched": sorted({name for name, key in launched}), "late": late,
     "failures": list(result.failures), "compiled": result.compiled + result.found,
 }))
@@ -167,13 +176,17 @@ def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed(
     tests = Path(__file__).parents[1]
     folders = [str(tests / "support"), str(tests / "unit" / "radix"), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-c", HOSTED, budget], check=False, capture_output=True, text=True,
+        [sys.executable, "-c", HOSTED, budget, str(tmp_path / "cache")],
+        check=False, capture_output=True, text=True,
         env=os.environ | environment(tmp_path) | {"PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["late"] == []
     assert facts["failures"] == []
+    # A launch finds on disk what was compiled ahead, and is reported where it does not.
+    assert facts["on_disk"] == facts["ready"]
+    assert facts["told"] == [[facts["first"], True]]
     names = {name.rpartition(".")[2] for name in facts["launched"]}
     assert {"copy_blocks_kernel", "flush_pages_kernel", "store_tokens_kernel"} <= names
     rounds = {"begin_rounds_kernel", "attend_round_kernel", "finish_round_kernel"}

@@ -143,3 +143,44 @@ def test_what_cannot_be_compiled_is_left_for_its_first_launch(
     assert all(text.endswith(end) for text, end in zip(found, failures, strict=True)), found
     assert outputs["untouched"]
     assert not list(tmp_path.glob("**/*.cubin"))
+
+
+# Prints the key of every kernel of the package, in the order of the names or against it.
+KEYS = """
+import importlib, json, pkgutil, sys
+import sglang_sparse_kernels as package
+from triton.language import constexpr
+from triton.runtime.jit import JITFunction
+from sglang_sparse_kernels.ahead import settle
+
+found = {}
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    for name, value in vars(importlib.import_module(module.name)).items():
+        if isinstance(value, JITFunction) and value.module == module.name:
+            found[module.name + "." + name] = value
+keys = {}
+for name in sorted(found, reverse="backwards" in sys.argv):
+    settle(found[name])
+    keys[name] = found[name].cache_key
+ambiguous = []
+for name, function in found.items():
+    constants = {(n, repr(v)) for (n, _), (v, _) in function.used_global_vals.items()
+                 if isinstance(v, constexpr)}
+    if len(dict(constants)) < len(constants):
+        ambiguous.append(name)
+print(json.dumps([keys, ambiguous]))
+"""
+
+
+def test_a_kernel_has_the_same_key_whatever_a_process_compiled_before() -> None:
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    found = []
+    for order in ("forwards", "backwards"):
+        command = [sys.executable, "-c", KEYS, order]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (keys, ambiguous), again = found
+    assert len(keys) > 30
+    assert [keys, ambiguous] == again
+    # Triton orders constants of one name by where they lie in memory.
+    assert ambiguous == []

@@ -39,10 +39,14 @@ def test_a_start_lasts_from_loaded_weights_to_the_answer(
 ) -> None:
     loaded = f"{datetime.now() - timedelta(seconds=40):%Y-%m-%d %H:%M:%S}"
     log = f"[{loaded}{rank}] Load weight begin.\n[{loaded}{rank}] Load weight end. elapsed=1\n"
+    log += f"[{loaded}] Capture target decode CUDA graph end. elapsed=2.25 s, mem usage=0.1 GB\n"
+    log += f"[{loaded}] sglang-sparse: bid_kernel was compiled at its launch, which took 1.5 s\n"
     serve(monkeypatch, f"{log}[{loaded}{rank}] {LINE}\n")
     found: dict[str, Any] = start_time.start("kascade_sketch", args(tmp_path), tmp_path / "cache")
     assert 39.9 < found["seconds"] < 45
     assert found["total_seconds"] < 5
+    assert found["capture_seconds"] == 2.25
+    assert found["late"] == {"bid_kernel": 1.5}
     assert found["kernels"] == LINE.removeprefix("sglang-sparse: ")
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache")
 
