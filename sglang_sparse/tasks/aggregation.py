@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from sglang_sparse.tasks import composed_forms as composed
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.needles import join
 from sglang_sparse.tasks.reading import room_for
-from sglang_sparse.tasks.relations import capital, entities, noun, say, wrapped
+from sglang_sparse.tasks.relations import capital, entities, noun, say, statement, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
 from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split
@@ -32,7 +33,7 @@ VISITS = Forms(
         "Someone recognized {s} at the door of {v}.",
         "Before lunch {s} had already looked around in {v}.",
     ),
-    more.VISITS,
+    more.VISITS + composed.VISITS,
 )
 VISIT_QUESTIONS = Forms(
     (
@@ -44,7 +45,7 @@ VISIT_QUESTIONS = Forms(
         "Name each building that saw {s} that day.",
         "Could you list all the stops of {s}?",
     ),
-    more.VISIT_QUESTIONS,
+    more.VISIT_QUESTIONS + composed.VISIT_QUESTIONS,
 )
 VOTES = Forms(
     (
@@ -57,7 +58,7 @@ VOTES = Forms(
         "{p} put down {v} for {s}.",
         "When asked about {s}, {p} answered {v}.",
     ),
-    more.VOTES,
+    more.VOTES + composed.VOTES,
 )
 VOTE_QUESTIONS = Forms(
     (
@@ -69,7 +70,7 @@ VOTE_QUESTIONS = Forms(
         "Count the votes on {s}: which town leads?",
         "Which town is the most popular for {s}?",
     ),
-    more.VOTE_QUESTIONS,
+    more.VOTE_QUESTIONS + composed.VOTE_QUESTIONS,
 )
 
 
@@ -89,7 +90,7 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
         at = np.sort(rng.random(count))
         for place, depth in zip(places, at, strict=True):
             parts = (person, noun("place", place))
-            text = say(VISITS.told(rng, split), *parts)
+            text = say(statement(rng, split, VISITS), *parts)
             needles.append(Needle(text, float(depth), parts=parts))
         answer = f"{person} was in {join([noun('place', p) for p in places])}."
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
@@ -117,7 +118,7 @@ def tally(rng: Rng, split: Split, length: int) -> Problem:
         ballots += [own[0]] * (count - len(ballots))
         for i, voter in zip(rng.permutation(count), voters, strict=True):
             town = ballots[int(i)]
-            text = capital(VOTES.told(rng, split).format(s=topic, p=voter, v=town))
+            text = capital(statement(rng, split, VOTES).format(s=topic, p=voter, v=town))
             needles.append(Needle(text, float(rng.random()), parts=(topic, voter, town)))
         winners.append(own[0])
     asked = join(topics)

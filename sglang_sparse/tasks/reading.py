@@ -91,7 +91,7 @@ def _told(rng: Rng, split: Split, length: int, task: str) -> Problem:
     for name, word, depth in zip(subjects, values, depths(rng, count), strict=True):
         subject, value = noun(relation.subject, name), noun(relation.value, word)
         plainly, question = task == "forms", relation.question
-        template = relation.plain if plainly else statement(rng, split, relation)
+        template = relation.plain if plainly else statement(rng, split, relation.statements)
         if plainly:
             question = wrapped(rng, split, say(relation.questions.asked(rng, split), subject))
         parts = None if plainly else (subject, value)
@@ -128,7 +128,7 @@ def joined(rng: Rng, split: Split, length: int) -> Problem:
                 noun(relation.subject, nodes[step]),
                 noun(relation.value, nodes[step + 1]),
             )
-            template = statement(rng, split, relation)
+            template = statement(rng, split, relation.statements)
             # Who lives in a town and who governs it are told apart by their sentences alone.
             parts = None if kinds.count(_kinds(relation)) > 1 else (subject, value)
             text = say(template, subject, value)

@@ -344,9 +344,9 @@ def say(template: str, subject: str, value: str = "") -> str:
     return capital(template.format(s=subject, v=value))
 
 
-def statement(rng: Rng, split: Split, relation: Relation) -> str:
+def statement(rng: Rng, split: Split, forms: Forms) -> str:
     """A sentence that states a fact; of the wide split, often with words around it."""
-    template = relation.statements.told(rng, split)
+    template = forms.told(rng, split)
     if split != "wide":
         return template
     if rng.random() < 0.3:
