@@ -3,7 +3,7 @@
 #   make serve ARGS="--port 31000"    arguments go to the server
 #   make test ARGS="-k planes"        arguments go to pytest
 #   make test SGLANG=0.5.23           another supported SGLang, in an environment of its own
-#   make test-versions                all tests on each, those that do not reach SGLang once
+#   make test-versions                all tests on each
 # The SGLang that is verified on GPUs too.
 DEFAULT_SGLANG := 0.5.17
 OTHER_SGLANG := 0.5.23
@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-versions test-other test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
+.PHONY: help install serve test test-versions test-other test-other-alone test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
 
 help:
 	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | docs | schema | clean"
@@ -45,10 +45,13 @@ test: $(STAMP)
 
 # The long parts first; the other version's environment is installed beside them.
 test-versions: $(STAMP)
-	@$(SIDE_BY_SIDE) test-e2e test-other test-alone test-unit
+	@$(SIDE_BY_SIDE) test-e2e test-other test-alone test-other-alone test-unit
 
 test-other:
 	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-e2e test-unit
+
+test-other-alone:
+	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-alone
 
 test-e2e: WHICH := tests/e2e
 test-unit: WHICH := tests/unit tests/start --sglang used

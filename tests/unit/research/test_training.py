@@ -151,14 +151,14 @@ def test_pieces_of_the_corpus_begin_with_whitespace_and_are_all_of_it(
 
 
 def test_sources_are_where_the_digit_was_first_said(encoder: FileEncoder, rows: RowMaker) -> None:
-    batch = rows.batch(seed=4, batch=4, length=1024)
+    batch = rows.batch(seed=4, batch=16, length=1024)
     ids = torch.from_numpy(batch.ids.astype(np.int64))
     kinds = torch.from_numpy(batch.kinds.astype(np.int64))
     digit_of = torch.full((2048,), -1)
     for digit in range(10):
         digit_of[encoder.token_id(str(digit))] = digit
     query, source, slot, usable = find_sources(ids, kinds, digit_of, 16)
-    assert usable.float().mean() > 0.3
+    assert usable.float().mean() > 0.2  # a third of the answers are numbers
     assert (source < query)[usable].all()
     assert torch.equal(ids.gather(1, source)[usable], ids.gather(1, query + 1)[usable])
     assert (slot[usable] < 10).all()
