@@ -33,6 +33,7 @@ from sglang_sparse.tasks import (
     wilson,
 )
 from sglang_sparse.tasks.encoding import END
+from sglang_sparse.tasks.words import PARTLY_HELD_OUT, Split
 
 SELECTORS: tuple[Kind, ...] = ("oracle", "sparcas", "page_minmax")
 BUDGETS = (64, 128, 256, 512, 1024)
@@ -55,14 +56,17 @@ def part_rows(length: int) -> int:
 class Study:
     """Runs cells (policy, task, length) and collects them as JSON-ready rows."""
 
-    def __init__(self, model: ReferenceModel, encoder: FileEncoder, count: int, seed: int) -> None:
+    def __init__(
+        self, model: ReferenceModel, encoder: FileEncoder, count: int, seed: int,
+        split: Split = "heldout",
+    ) -> None:  # fmt: skip
         self.model, self.encoder = model, encoder
         self.count, self.seed = count, seed
         self.end = encoder.token_id(END)
-        self.suite = TaskSuite(encoder, "heldout")
+        self.suite = TaskSuite(encoder, split)
         self.started = time.monotonic()
         self.out: Path | None = None
-        self.result: dict[str, Any] = {"count": count, "seed": seed, "cells": []}
+        self.result: dict[str, Any] = {"count": count, "seed": seed, "split": split, "cells": []}
 
     def prepare(
         self, task: str, length: int, count: int | None = None, prefill: Attend | None = None
@@ -212,6 +216,10 @@ def parser() -> argparse.ArgumentParser:
     p = study_parser(__doc__, "build/study.json")
     p.add_argument("--count", type=int, default=200, help="samples a cell")
     p.add_argument("--seed", type=int, default=1)
+    p.add_argument(
+        "--split", choices=("heldout", *PARTLY_HELD_OUT), default="heldout",
+        help="what samples have that no training row had: words, forms, or both",
+    )  # fmt: skip
     p.add_argument("--lengths", type=numbers, default=[4096, 8192, 16384])
     p.add_argument("--tasks", type=names, default=list(RULER_TASKS))
     p.add_argument("--budgets", type=numbers, default=list(BUDGETS), help="0 for none")
@@ -228,7 +236,7 @@ def main() -> None:
             raise SystemExit(f"unknown {name} {sorted(unknown)}; allowed: {', '.join(known)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
-    study = Study(model, FileEncoder(args.model), args.count, args.seed)
+    study = Study(model, FileEncoder(args.model), args.count, args.seed, args.split)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     study.out = args.out
     if "text" in args.parts:

@@ -89,7 +89,7 @@ def documents(split: Split) -> tuple[tuple[str, ...], ...]:
         ValueError: unknown split.
     """
     check_split(split)
-    held = split == "heldout"
+    held = split != "train"
     result: list[tuple[str, ...]] = []
     for name, path in _files():
         if _heldout(name) != held or name == "pydoc_data/topics.py":

@@ -18,7 +18,7 @@ from sglang_sparse.tasks.needles import multi_key, multi_query, multi_value, pas
 from sglang_sparse.tasks.reading import forms, joined, sentences, similar_keys
 from sglang_sparse.tasks.sample import Problem, Sample
 from sglang_sparse.tasks.tracing import variable_tracking
-from sglang_sparse.tasks.words import SPLITS, Split, check_split
+from sglang_sparse.tasks.words import PARTLY_HELD_OUT, SPLITS, Split, check_split
 
 MIN_LENGTH, MAX_LENGTH = 256, 32768
 
@@ -46,6 +46,7 @@ READING_TASKS: dict[str, Generator] = {
     "dialogue": dialogue,
 }
 TASKS = RULER_TASKS | READING_TASKS
+_STREAMS = (*SPLITS, *PARTLY_HELD_OUT)
 NEEDLE_TASKS = ("single_key", "multi_key", "multi_value", "multi_query")
 
 
@@ -68,7 +69,7 @@ class TaskSuite:
 
     def rng(self, task: str, length: int, seed: int, index: int) -> np.random.Generator:
         """The generator behind one sample; splits never share a stream."""
-        entropy = [seed, index, length, zlib.crc32(task.encode()), SPLITS.index(self.split)]
+        entropy = [seed, index, length, zlib.crc32(task.encode()), _STREAMS.index(self.split)]
         return np.random.default_rng(entropy)
 
     def sample(

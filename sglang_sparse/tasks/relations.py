@@ -18,7 +18,7 @@ from sglang_sparse.tasks.needles import pick
 from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.vocabulary import Kind, names, pool
 from sglang_sparse.tasks.wide_words import WIDE
-from sglang_sparse.tasks.words import Split
+from sglang_sparse.tasks.words import Split, words_of
 
 Rng = np.random.Generator
 Subject = Literal["person", "thing", "town"]
@@ -366,7 +366,7 @@ def wrapped(rng: Rng, split: Split, question: str) -> str:
 
 def people(rng: Rng, split: Split, count: int) -> list[str]:
     """``count`` different full names that share first names and surnames with one another."""
-    first, last = names("heldout" if split == "heldout" else "train")
+    first, last = names(words_of(split))
     wide = min(math.isqrt(2 * count) + 1, len(last))
     high = min(3 * count // (2 * wide) + 2, len(first))
     if split == "wide":
@@ -383,4 +383,4 @@ def entities(rng: Rng, split: Split, kind: str, count: int) -> list[str]:
         return people(rng, split, count)
     if split == "wide" and kind != "number":
         return WIDE.draw(rng, kind, count)
-    return pick(rng, pool(kind, split), count)
+    return pick(rng, pool(kind, words_of(split)), count)

@@ -68,7 +68,7 @@ class Sample:
 
     Attributes:
         task: Name of the task, a key of ``sglang_sparse.tasks.TASKS``.
-        split: ``train`` or ``heldout``.
+        split: What it was drawn from, see ``TaskSuite``.
         seed: Seed given to the generator.
         index: Number of the sample under that seed.
         length: Number of tokens asked for; ``len(prompt_ids)`` plus the answer fits in it.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_sparse.tasks.words import Split
+from sglang_sparse.tasks.words import Split, forms_of
 
 # What takes the place of words, or comes between them, in blurred questions and sentences.
 _COMMON_WORDS = """
@@ -56,7 +56,7 @@ class Forms:
 
     def draw(self, rng: np.random.Generator, split: Split) -> str:
         """One template of a split."""
-        own = self.heldout if split == "heldout" else self.train
+        own = self.heldout if forms_of(split) == "heldout" else self.train
         if split == "wide":
             own += self.wide
         return own[int(rng.integers(len(own)))]

@@ -12,11 +12,13 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal
 
-# Samples are drawn from the two of SPLITS. "wide" is the training split with words, sentences and
-# forms of a question beside it that training alone sees.
-Split = Literal["train", "heldout", "wide"]
+# "wide" is the training split with words, sentences and forms of a question beside it that training
+# alone sees. Of the last two, words alone, or sentences and forms alone, are held out; their filler
+# is. They say what a model fails on.
+Split = Literal["train", "heldout", "wide", "heldout_words", "heldout_forms"]
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
+PARTLY_HELD_OUT: tuple[Split, ...] = ("heldout_words", "heldout_forms")
 
 ADJECTIVES: tuple[str, ...] = tuple(
     """able amber ancient bitter blue bold brave bright calm clever cold crisp curious daring
@@ -39,15 +41,26 @@ NOUNS: tuple[str, ...] = tuple(
 _CONSONANTS = "BCDFGHJKLMNPQRSTVWXZ"
 
 
+def words_of(split: Split) -> Split:
+    """The one of ``SPLITS`` that the words of a split belong to."""
+    return "heldout" if split in ("heldout", "heldout_words") else "train"
+
+
+def forms_of(split: Split) -> Split:
+    """The one of ``SPLITS`` that its sentences and forms of a question belong to."""
+    return "heldout" if split in ("heldout", "heldout_forms") else "train"
+
+
 def in_split(text: str, split: Split) -> bool:
-    """Whether ``text`` belongs to ``split``."""
-    return (zlib.crc32(text.encode()) % 8 == 0) == (split == "heldout")
+    """Whether ``text`` belongs to the words of ``split``."""
+    return (zlib.crc32(text.encode()) % 8 == 0) == (words_of(split) == "heldout")
 
 
 def check_split(split: str) -> None:
     """Raise ``ValueError`` naming the valid splits when ``split`` is not one of them."""
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; allowed: {', '.join(SPLITS)}")
+    allowed = (*SPLITS, *PARTLY_HELD_OUT)
+    if split not in allowed:
+        raise ValueError(f"unknown split {split!r}; allowed: {', '.join(allowed)}")
 
 
 @lru_cache(maxsize=2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import numpy as np
 import pytest
@@ -28,6 +28,7 @@ from sglang_sparse.tasks.templates import Forms, blurred
 from sglang_sparse.tasks.training_words import WORDS
 from sglang_sparse.tasks.vocabulary import Kind, held_out, known_words, names, pool
 from sglang_sparse.tasks.wide_words import WideWords
+from sglang_sparse.tasks.words import PARTLY_HELD_OUT
 
 MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
 ALL_FORMS = [
@@ -111,6 +112,30 @@ def test_templates_name_no_value() -> None:
     for kind in kinds:
         assert not words & known_words(kind)
         assert not words & set(WORDS.get(kind, "").split())
+
+
+@pytest.mark.parametrize("task", ["sentences", "collect", "tally", "dialogue"])
+def test_words_alone_or_forms_alone_may_be_held_out(task: str) -> None:
+    def said(split: Split) -> str:
+        problems = [READING_TASKS[task](np.random.default_rng(s), split, 1024) for s in range(12)]
+        return " ".join(n.text for problem in problems for n in problem.needles)
+
+    first, last = (set(words) for words in names("heldout"))
+    kinds: tuple[Kind, ...] = ("place", "thing", "animal", "job", "town", "river")
+    held = first | last | {word for kind in kinds for word in pool(kind, "heldout")}
+    # What templates of the held-out split alone say between names and values.
+    trained = " ".join(form for forms in ALL_FORMS for form in forms.train)
+    told = [part for forms in ALL_FORMS for form in forms.heldout for part in form.split("{")]
+    between = {part[2:] for part in told if len(part) > 12 and part[2:] not in trained}
+    for split, words, forms in (
+        ("heldout", True, True), ("heldout_words", True, False), ("heldout_forms", False, True),
+    ):  # fmt: skip
+        text = said(cast(Split, split))
+        assert bool(held & set(re.findall(r"\w+", text))) == words
+        assert any(part in text for part in between) == forms
+    prompts = {split: TaskSuite(FileEncoder(MODEL), split).sample(task, 512) for split in
+               ("heldout", *PARTLY_HELD_OUT)}  # fmt: skip
+    assert len({sample.prompt for sample in prompts.values()}) == 3
 
 
 @pytest.mark.parametrize("task", READING_TASKS)
