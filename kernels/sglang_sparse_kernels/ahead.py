@@ -91,15 +91,15 @@ class Kernel:
 _settled: set[int] = set()
 
 
-def settle(function: JITCallable) -> None:
-    """Give a function the key on disk that it has in every process.
+def settle(function: JITCallable) -> str:
+    """Give a function the key on disk that it has in every process, and return it.
 
     Up to Triton 3.7 a key lacks the global constants of functions that were not hashed yet, so it
     depends on what a process compiled before (mended by triton-lang/triton#10494). Then a launch
     would not find what another process compiled. So those that are called are hashed first.
     """
     if id(function) in _settled:
-        return
+        return str(function.cache_key)
     _settled.add(id(function))
     for node in ast.walk(function.parse()):
         called = None
@@ -110,7 +110,7 @@ def settle(function: JITCallable) -> None:
         if isinstance(called, JITCallable):
             settle(called)
     function.hash = None
-    function.cache_key  # noqa: B018  # computes it
+    return str(function.cache_key)
 
 
 @dataclass(frozen=True)
@@ -227,10 +227,14 @@ def compile_ahead(
 def watch_launches(tell: Callable[[str, float], None]) -> None:
     """Tell of each kernel of this package, from now on, that its launch has to compile.
 
+    A process is watched once, however many backends it has.
+
     Args:
         tell: is given its name, and the seconds that it took.
     """
     before = triton.knobs.compilation.listener
+    if getattr(before, "__module__", "") == __name__:
+        return
 
     def listen(*, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
         if before is not None:

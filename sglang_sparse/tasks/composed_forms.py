@@ -74,14 +74,7 @@ _LEADERS = (
     "After the count, which {n} has {{s}}?",
 )
 
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-VISITS = tuple(
-    _capital(f"{when}{deed} {spot}.") for when, deed, spot in product(_WHEN, _DEEDS, _SPOTS)
-)[::7]
+VISITS = tuple(f"{when}{deed} {spot}." for when, deed, spot in product(_WHEN, _DEEDS, _SPOTS))[::7]
 VISIT_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_SEEN, _PLACES))
-VOTES = tuple(_capital(f"{opinion} {matter}.") for opinion, matter in product(_OPINIONS, _MATTERS))
+VOTES = tuple(f"{opinion} {matter}." for opinion, matter in product(_OPINIONS, _MATTERS))
 VOTE_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_LEADERS, _TOWNS))

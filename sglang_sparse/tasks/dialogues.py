@@ -48,10 +48,8 @@ def dialogue(rng: Rng, split: Split, length: int) -> Problem:
     latest: dict[str, list[tuple[float, str]]] = {}
 
     def state(subject: str, word: str, depth: float, frame: str | None = None) -> None:
-        template, parts = (
-            statement(rng, split, relation.statements),
-            (subject, noun(relation.value, word)),
-        )
+        template = statement(rng, split, relation.statements)
+        parts = (subject, noun(relation.value, word))
         text = say(template, *parts)
         text = frame.format(f=text) if frame is not None else text
         needles.append(Needle(text, depth, parts=parts))

@@ -160,8 +160,7 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             found[module.name + "." + name] = value
 keys = {}
 for name in sorted(found, reverse="backwards" in sys.argv):
-    settle(found[name])
-    keys[name] = found[name].cache_key
+    keys[name] = settle(found[name])
 ambiguous = []
 for name, function in found.items():
     constants = {(n, repr(v)) for (n, _), (v, _) in function.used_global_vals.items()
