@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -318,8 +318,10 @@ class LayerProgram:
 
 
 def tensor_bytes(value: object) -> int:
-    """Device bytes of a tensor, or of the tensors of a record."""
+    """Device bytes of a tensor, or of the tensors of a record or tuple."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
-    parts = vars(value).values() if is_dataclass(value) else ()
+    parts: Iterable[object] = value if isinstance(value, tuple) else ()
+    if is_dataclass(value):
+        parts = vars(value).values()
     return sum(map(tensor_bytes, parts))

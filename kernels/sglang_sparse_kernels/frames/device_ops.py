@@ -7,7 +7,10 @@ import torch
 
 
 class PoolArgs(NamedTuple):
-    """A :class:`.types.FramePool`; ``first_block`` is the number of its layer's first block."""
+    """A :class:`.types.FramePool`; ``first_block`` is the number of its layer's first block.
+
+    ``arriving`` may be None.
+    """
 
     frame_of: torch.Tensor
     owner: torch.Tensor
@@ -16,7 +19,7 @@ class PoolArgs(NamedTuple):
     clock: torch.Tensor
     cursor: torch.Tensor
     counters: torch.Tensor
-    arriving: torch.Tensor
+    arriving: torch.Tensor | None
     cached: int
     first_block: int
 

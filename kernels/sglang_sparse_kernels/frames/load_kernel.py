@@ -49,7 +49,8 @@ def load_blocks_kernel(
             b_k, b_v = tl.load(p_from), tl.load(p_from + WORDS)
             tl.store(k + p_to, b_k)
             tl.store(v + p_to, b_v)
-        page_arrived(arriving, i_frame)
+        if arriving is not None:
+            page_arrived(arriving, i_frame)
     if TIMED:
         # Behind the stores of all threads, which wait for what was loaded.
         tl.debug_barrier()

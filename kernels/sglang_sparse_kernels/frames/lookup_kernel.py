@@ -145,7 +145,8 @@ def settle_kernel(pool, found, total, entries, BT: tl.constexpr):
     b_held = tl.load(pool.frame_of + b_old, mask=m_own & (b_old >= 0), other=NOWHERE)
     tl.store(pool.frame_of + b_old, NOWHERE, mask=m_own & (b_held == b_frame))
     tl.store(pool.owner + b_frame, b_block, mask=m_own)
-    tl.store(pool.arriving + b_frame, tl.full((BT,), 1, tl.int32), mask=m_own)
+    if pool.arriving is not None:
+        tl.store(pool.arriving + b_frame, tl.full((BT,), 1, tl.int32), mask=m_own)
     tl.store(found.missing + b_rank, b_block, mask=m_own)
     tl.store(pool.stamp + b_frame, tl.zeros((BT,), tl.int32) + tl.load(pool.clock), mask=m_own)
     tl.store(pool.frame_of + b_block, tl.where(m_served, b_frame, NOWHERE), mask=m_first)

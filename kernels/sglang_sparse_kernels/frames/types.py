@@ -102,6 +102,7 @@ class FramePool:
         cursor: int32 [1], frames of ``order`` before it are in use in this step.
         counters: int64 [4], see :data:`COUNTERS`.
         arriving: int32 [frames], 1 for frames whose block was looked up and is yet to be loaded.
+            None where attention runs behind the load, and no launch waits for such a mark.
         timing: int64 [3], of a load that runs: when its first program began and when its last one
             ended, in nanoseconds, and how many have ended. Between loads ``(NEVER, 0, 0)``.
         demand: what the pool was made for.
@@ -117,7 +118,7 @@ class FramePool:
     clock: torch.Tensor
     cursor: torch.Tensor
     counters: torch.Tensor
-    arriving: torch.Tensor
+    arriving: torch.Tensor | None
     timing: torch.Tensor
     demand: FrameDemand
 

@@ -3,6 +3,7 @@
 
 A round attends to a part of each list. What the next one attends to is known after it, so only that
 is to be fetched. The number of rounds is fixed; a row that has stopped takes no part in later ones.
+The most that the next one may attend to is known before it, so that may be fetched while it runs.
 """
 
 from dataclasses import replace
@@ -29,7 +30,7 @@ def begin_rounds(
         ranking: as for :func:`.progressive_decode_attention`, without windows.
         stop: as there.
         state: ``expected`` is read.
-        rounds: R rows; rewritten.
+        rounds: of round 0, R rows; rewritten, with what may be loaded for round 1.
         impl: "triton", "cpu" or "torch".
 
     Raises:
@@ -40,7 +41,7 @@ def begin_rounds(
     _check_rounds(plan, ranking, state, rounds)
     stop.check(plan.num_rows, heads, -1, ranking.unit)
     if impl != "triton":
-        begin_rounds_reference(plan, ranking, stop, state, rounds.span)
+        begin_rounds_reference(plan, ranking, stop, state, rounds)
         rounds.epsilons.copy_(stop.epsilons[:, None])
         return
     from .rounds_kernel import begin_rounds_triton
@@ -70,7 +71,8 @@ def attend_round(
         ranking: without windows.
         stop: as there.
         state: rewritten.
-        rounds: of this round; its span becomes that of the next one.
+        rounds: of this round; its span becomes that of the next one. What may be loaded while that
+            one attends is written for rows that go on, as if they went on after it, too.
         softmax: scale and cap of the logits.
         out: [R, H * G, D], q's dtype, contiguous. It is complete after the last round.
         impl: "triton", "cpu" or "torch".
@@ -84,9 +86,7 @@ def attend_round(
     _check_rounds(plan, ranking, state, rounds)
     check_attention(q, kv, plan, ranking, stop, state, out)
     if impl != "triton":
-        attend_round_reference(
-            q, kv, plan, ranking, stop, state, rounds.span, rounds.number, softmax=softmax, out=out
-        )
+        attend_round_reference(q, kv, plan, ranking, stop, state, rounds, softmax=softmax, out=out)
         return
     workspace = check_launch(q, kv, ranking, stop, state, out, rounds.workspace)
     from .rounds_kernel import attend_round_triton

@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decode step of one layer: a list of stages over one context."""
 
-from .frames import Ahead, AttendAhead, AttendFrames, AttendFramesUntil, Fetch, FetchAhead
+from .frames import (
+    Ahead,
+    AttendAhead,
+    AttendFrames,
+    AttendFramesUntil,
+    Fetch,
+    FetchAhead,
+    FetchNext,
+)
 from .stages import (
     Attend,
     AttendUntil,
@@ -26,6 +34,7 @@ __all__ = [
     "ExactScore",
     "Fetch",
     "FetchAhead",
+    "FetchNext",
     "FindStop",
     "PageScore",
     "Rank",

@@ -120,10 +120,11 @@ class Twins:
     """
 
     def __init__(
-        self, config: SparseConfig, *, pages: int = 40, seed: int = 0, prompts: int = 1
-    ) -> None:
-        """`prompts` of the hosted side may share a prefill batch."""
-        self.config, self.page, self.prompts = config, config.page_size, prompts
+        self, config: SparseConfig, *, pages: int = 40, seed: int = 0, prompts: int = 1,
+        ahead: bool = False,
+    ) -> None:  # fmt: skip
+        """`prompts` of the hosted side may share a batch; it loads rounds `ahead`."""
+        self.config, self.page, self.prompts, self.ahead = config, config.page_size, prompts, ahead
         gc.collect()  # pools of earlier tests end now, and not while a graph is captured
         self.numbers, self.rng = torch.Generator().manual_seed(seed), Random(seed)
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
@@ -135,9 +136,7 @@ class Twins:
         self.frames = self.hosted.build.fetched
         self.hosted.decode.allocate_for_graphs(SLOTS)
         self.graphs: dict[int, Any] = {}
-        self.seen = self.hosted.build.fetched.prompts.runner(
-            SimpleNamespace(req_to_token_pool=SimpleNamespace())
-        )
+        self.seen = self.frames.prompts.runner(SimpleNamespace(req_to_token_pool=SimpleNamespace()))
 
     def _side(self, base: Any, pages: int, decode: Any, extend: Any) -> Side:
         config = self.config
@@ -173,7 +172,8 @@ class Twins:
         config = self.config.model_copy(
             update={"placement": self.config.placement.model_copy(update={"device_bytes": least})}
         )
-        return replace(build, fetched=make_frames(config, pool, build, prompts, CONTEXT))
+        made = make_frames(config, pool, build, prompts, CONTEXT, next_round_ahead=self.ahead)
+        return replace(build, fetched=made)
 
     # The schedule.
 
