@@ -3,12 +3,12 @@
 
 A model that sees a few hundred sentences that state facts, or forms of a question, learns those by
 heart, and reads no others. Of these no two are alike, so what is left to learn is where a subject
-stands, and which word beside it is of the kind that is asked for.
+stands, and which word beside it is of the kind that is asked for. So no other word may be of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,10 +29,11 @@ class Cloze:
 
     Attributes:
         texts: pieces of text, each about a sentence.
+        fits: whether a piece can be used.
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self.texts = texts
+    def __init__(self, texts: Sequence[str], fits: Callable[[str], bool] | None = None) -> None:
+        self.texts, self.fits = texts, fits
 
     def sentence(self, rng: np.random.Generator, *phrases: str) -> str:
         """A sentence with all ``phrases``, in any order.
@@ -41,11 +42,14 @@ class Cloze:
             ValueError: of many pieces none is a sentence with room for them.
         """
         for _ in range(_TRIES):
-            words = self.texts[int(rng.integers(len(self.texts)))].split()
+            piece = self.texts[int(rng.integers(len(self.texts)))]
+            words = piece.split()
             plain = [word.rstrip(_MARKS).isalpha() for word in words]
             free = [i for i, word in enumerate(words) if plain[i] and word.lower() not in _ARTICLES]
             odd = len(words) - sum(plain)
             if not _FEWEST <= len(words) <= _MOST or odd > 1 or len(free) < len(phrases):
+                continue
+            if self.fits is not None and not self.fits(piece):
                 continue
             places = sorted(rng.choice(free, size=len(phrases), replace=False).tolist())
             for place, number in zip(places[::-1], rng.permutation(len(phrases)), strict=True):

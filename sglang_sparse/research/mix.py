@@ -140,8 +140,8 @@ class RowMaker:
         self.corpus = corpus
         self.text_rows = text_rows
         pieces = TokenPieces(encoder, corpus)
-        self.cloze = Cloze(pieces.texts)
         WIDE.read(encoder.decode(self._stretches()))
+        self.cloze = Cloze(pieces.texts, WIDE.names_no_value)
         self.builder = ContextBuilder(encoder, "train", pieces)
         self.own = ContextBuilder(encoder, "train")
         self._bos = encoder.token_id(BOS)

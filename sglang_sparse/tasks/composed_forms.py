@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sentences and questions that are put together from parts; training alone sees them.
 
-Their other nouns keep a value from being what stands behind the only article.
+A value must not be what stands behind the only article, or behind the first one. So sentences have
+other nouns beside it: ``{d}`` is one that no problem has as a value, drawn anew each time
+(:meth:`~sglang_sparse.tasks.wide_words.WideWords.beside`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ _DEEDS = (
     "a cousin spoke to {s}",
     "they took a picture of {s}",
     "nobody expected {s}",
+    "{s} left a {d}",
+    "{s} bought a {d}",
+    "{s} asked about the {d}",
+    "a {d} was waiting for {s}",
+    "the {d} came with {s}",
 )
 _SPOTS = (
     "on the steps of {v}",
@@ -33,6 +40,12 @@ _SPOTS = (
     "in front of {v}",
     "on the upper floor of {v}",
     "behind the wall of {v}",
+    "at the {d} of {v}",
+    "in the {d} of {v}",
+    "by a {d} in {v}",
+    "in {v}, under the {d}",
+    "in {v} with a {d}",
+    "at {v}",
 )
 _OPINIONS = (
     "{p} chose {v}",
@@ -44,6 +57,12 @@ _OPINIONS = (
     "the slip of {p} says {v}",
     "{p} raised a hand for {v}",
     "it is {v} that {p} picked",
+    "the {d} of {p} says {v}",
+    "{p} told the {d} to note {v}",
+    "{p} thought of the {d} and took {v}",
+    "with a {d} in hand {p} called for {v}",
+    "{v} pleases {p}",
+    "{p} is for {v}",
 )
 _MATTERS = (
     "when it came to {s}",
@@ -52,6 +71,8 @@ _MATTERS = (
     "as the home of {s}",
     "for {s} in the end",
     "if the question is {s}",
+    "on the {d} about {s}",
+    "as to where {s} should be",
 )
 _PLACES = ("places", "rooms", "houses", "spots", "buildings")
 _SEEN = (
@@ -74,7 +95,160 @@ _LEADERS = (
     "After the count, which {n} has {{s}}?",
 )
 
-VISITS = tuple(f"{when}{deed} {spot}." for when, deed, spot in product(_WHEN, _DEEDS, _SPOTS))[::7]
+_STAYS = (
+    "{s} lives",
+    "{s} has a flat",
+    "{s} rents a room with a {d}",
+    "{s} sleeps",
+    "{s} grew old",
+    "{s} built a {d} to live in",
+    "{s} is at home",
+    "one meets {s}, who lives there,",
+    "the family of {s} stays",
+    "{s} pays the rent",
+    "the neighbors of {s} are all",
+)
+_AROUND = (
+    "in {v}",
+    "in the heart of {v}",
+    "by the {d} of {v}",
+    "down in {v}",
+    "not far from the {d} of {v}",
+    "in {v}, behind the {d}",
+)
+_OFFICES = (
+    "{v} is mayor",
+    "{v} acts as mayor",
+    "the mayor is {v}",
+    "{v} took the seat of the mayor",
+    "{v} holds the office of mayor",
+    "it is {v} who was made mayor",
+    "they call {v} the mayor",
+    "{v} speaks as mayor",
+    "{v} was chosen as mayor",
+    "by the {d}, {v} became mayor",
+    "the {d} has {v} for a mayor",
+)
+_REALMS = (
+    "in {s}",
+    "over in {s}",
+    "for all of {s}",
+    "down in {s}",
+    "for the people of {s}",
+    "by the {d} of {s}",
+    "of {s}, not of the {d}",
+)
+_OWNERS = (
+    "{s} got {v} as a {d}",
+    "{v} came to {s}",
+    "{s} took {v} to the {d}",
+    "{v} became a {d} of {s}",
+    "for a {d} {s} gave {v} a wash",
+    "{v} stays with {s}",
+    "they gave {v} to {s}",
+    "{s} received {v} from a {d}",
+    "{v}, once a {d}, is now with {s}",
+    "{s} hid {v} behind the {d}",
+    "the {d} left {v} to {s}",
+    "nobody but {s} may use {v}",
+)
+_TRADES = (
+    "{s} serves as {v}",
+    "they needed {v} and took {s}",
+    "{v} is what {s} is",
+    "{s} has the papers of {v}",
+    "the {d} made {s} {v}",
+    "{s} found work as {v}",
+    "once a {d}, {s} is now {v}",
+    "{s}, {v}, spoke of the {d}",
+    "{s} is known as {v}",
+)
+_COMPANIONS = (
+    "{v} lives with {s}",
+    "{v} sleeps at the feet of {s}",
+    "{s} has {v}",
+    "{v} waits for {s}",
+    "{s} and {v} are never apart",
+    "{s} takes {v} along",
+    "{v} obeys {s}",
+    "the {d} of {s} is for {v}",
+    "{s} built a {d} for {v}",
+)
+_PUT = (
+    "{s} was left",
+    "{s} is",
+    "someone hid {s}",
+    "{s} waits for its owner",
+    "one can see {s}",
+    "the {d} put {s}",
+    "look for {s}",
+    "a {d} lies beside {s}",
+    "they set {s} down",
+)
+_BANKS = (
+    "{v} runs past {s}",
+    "{v} is the water of {s}",
+    "{s} stands by {v}",
+    "the {d} of {s} is built over {v}",
+    "the {d} in {s} smells of {v}",
+    "people in {s} fish in {v}",
+    "{v} reaches {s}",
+    "{v} carries a {d} to {s}",
+    "ships sail up {v} to {s}",
+)
+_ENDINGS = (
+    "",
+    " in the end",
+    " after the {d}",
+    " because of a {d}",
+    " with a {d}",
+    " like a {d}",
+    " for the {d}",
+)
+
+VISITS = tuple(f"{when}{deed} {spot}." for when, deed, spot in product(_WHEN, _DEEDS, _SPOTS))[::11]
 VISIT_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_SEEN, _PLACES))
 VOTES = tuple(f"{opinion} {matter}." for opinion, matter in product(_OPINIONS, _MATTERS))
 VOTE_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_LEADERS, _TOWNS))
+STATEMENTS: dict[str, tuple[str, ...]] = {
+    "lives": tuple(f"{stay} {around}." for stay, around in product(_STAYS, _AROUND)),
+    "mayor": tuple(f"{office} {realm}." for office, realm in product(_OFFICES, _REALMS)),
+    "stands": tuple(f"{put} {spot}." for put, spot in product(_PUT, _SPOTS))[::2],
+    "owns": tuple(f"{owner}{end}." for owner, end in product(_OWNERS, _ENDINGS)),
+    "works": tuple(f"{trade}{end}." for trade, end in product(_TRADES, _ENDINGS)),
+    "keeps": tuple(f"{kept}{end}." for kept, end in product(_COMPANIONS, _ENDINGS)),
+    "river": tuple(f"{bank}{end}." for bank, end in product(_BANKS, _ENDINGS)),
+}
+# Around a statement.
+LEADS = (
+    "The {d} says that ",
+    "By the {d}, ",
+    "After the {d}, ",
+    "According to the {d}, ",
+    "Thanks to a {d}, ",
+    "In spite of the {d}, ",
+    "Because of a {d}, ",
+    "During the {d}, ",
+    "On the {d} it says that ",
+    "A {d} has shown that ",
+    "From the {d} we learned that ",
+    "The {d} and the {d} agree that ",
+    "They found, with a {d}, that ",
+    "No {d} will change it: ",
+    "At the {d} and in the {d}, ",
+    "The {d} decided that ",
+)
+TAILS = (
+    ", next to the {d}.",
+    ", with a {d}.",
+    ", said the {d}.",
+    ", as a {d}.",
+    ", without any {d}.",
+    " after the {d}.",
+    " because of the {d}.",
+    ", like a {d}.",
+    ", by order of the {d}.",
+    ", and the {d} is gone.",
+    ", while the {d} was near.",
+    ", and so does the {d}.",
+)

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from sglang_sparse.tasks import composed_forms as composed
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.needles import pick
 from sglang_sparse.tasks.templates import Forms
@@ -302,13 +303,19 @@ _RELATIONS: dict[str, Relation] = {
 RELATIONS = {
     name: replace(
         relation,
-        statements=replace(relation.statements, wide=more.STATEMENTS[name]),
+        statements=replace(
+            relation.statements,
+            wide=more.STATEMENTS[name] + composed.STATEMENTS.get(name, ()),
+        ),
         questions=replace(relation.questions, wide=more.QUESTIONS[name]),
         phrase=replace(relation.phrase, wide=more.PHRASES[name]),
     )
     for name, relation in _RELATIONS.items()
 }
 
+# Around a statement of the wide split.
+_LEADS = more.LEADS + composed.LEADS
+_TAILS = more.TAILS + composed.TAILS
 # Around a whole question. The first is none.
 WRAPPINGS = Forms(
     (
@@ -350,10 +357,12 @@ def statement(rng: Rng, split: Split, forms: Forms) -> str:
     if split != "wide":
         return template
     if rng.random() < 0.3:
-        lead = more.LEADS[int(rng.integers(len(more.LEADS)))]
+        lead = _LEADS[int(rng.integers(len(_LEADS)))]
         template = lead + template[:1].lower() + template[1:]
-    if rng.random() < 0.2:
-        template = template.rstrip(".") + more.TAILS[int(rng.integers(len(more.TAILS)))]
+    if rng.random() < 0.3:
+        template = template.rstrip(".") + _TAILS[int(rng.integers(len(_TAILS)))]
+    while "{d}" in template:
+        template = template.replace("{d}", WIDE.beside(rng), 1)
     return template
 
 

@@ -3,18 +3,21 @@
 
 A model that is trained on some hundred names reads those and no others: it tells a value from the
 words around it, or a subject from those that look alike, by having seen it. So a word comes from
-the training split, from a list of WordNet's nouns, from random syllables, or from a text.
+the training split, from a list of WordNet's nouns, from random syllables, or from a text. The most
+frequent nouns of a text are no values: they stand beside those, so that a value is told from them.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
+from typing import get_args
 
 import numpy as np
 
 from sglang_sparse.tasks.training_words import WORDS
-from sglang_sparse.tasks.vocabulary import held_out, names, pool
+from sglang_sparse.tasks.vocabulary import Kind, held_out, known_words, names, pool
 
 _ONSETS = """
 b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sc sh sl sp st t th tr v w y z
@@ -31,6 +34,10 @@ _NOUN = re.compile(
     r"(?=[.,;]| (?:of|in|is|was|are|to|and|at|on|for|with|that|which|from|by|or)\b)"
 )
 
+# Nouns beside a value: so many of a text's most frequent ones, or these where none was read.
+_BESIDE = 1000
+_FEW = ("answer", "day", "end", "group", "line", "list", "part", "reason", "side", "time", "week")
+
 Rng = np.random.Generator
 
 
@@ -39,12 +46,29 @@ class WideWords:
 
     def __init__(self) -> None:
         self._read: dict[bool, tuple[str, ...]] = {True: (), False: ()}
+        self._beside = _FEW
+        self._no_values = frozenset(_FEW)
 
     def read(self, text: str) -> None:
         """Draw names and nouns of ``text``, too, in place of those of an earlier one."""
-        for named, found in ((True, _NAME), (False, _NOUN)):
-            words = sorted(set(found.findall(text)))
-            self._read[named] = tuple(word for word in words if not held_out(word))
+        self._read[True] = tuple(w for w in sorted(set(_NAME.findall(text))) if not held_out(w))
+        counts = Counter(_NOUN.findall(text))
+        valued = _values()
+        nouns = sorted(counts, key=lambda noun: (-counts[noun], noun))
+        nouns = [noun for noun in nouns if not held_out(noun)]
+        # Where a text is short, half of its nouns may still be values.
+        beside = min(_BESIDE, len(nouns) // 2)
+        self._read[False] = tuple(sorted(nouns[beside:]))
+        self._beside = (*_FEW, *(noun for noun in nouns[:beside] if noun not in valued))
+        self._no_values = frozenset(self._beside)
+
+    def beside(self, rng: Rng) -> str:
+        """A noun that no problem has as a value."""
+        return self._beside[int(rng.integers(len(self._beside)))]
+
+    def names_no_value(self, text: str) -> bool:
+        """Whether no noun of ``text`` could be taken for a value."""
+        return all(noun in self._no_values for noun in _NOUN.findall(text))
 
     def draw(self, rng: Rng, kind: str, count: int) -> list[str]:
         """``count`` different words, none of which is held out.
@@ -79,6 +103,13 @@ def invented(rng: Rng) -> str:
         word += onsets[int(rng.integers(len(onsets)))] + vowels[int(rng.integers(len(vowels)))]
         word += codas[int(rng.integers(len(codas)))] if rng.random() < 0.6 else ""
     return word
+
+
+@cache
+def _values() -> frozenset[str]:
+    """All words that problems have as values."""
+    listed = (words.split() for words in WORDS.values())
+    return frozenset().union(*listed, *map(known_words, get_args(Kind)))
 
 
 @cache

@@ -23,7 +23,7 @@ from sglang_sparse.tasks import (
 )
 from sglang_sparse.tasks.aggregation import VISIT_QUESTIONS, VISITS, VOTE_QUESTIONS, VOTES
 from sglang_sparse.tasks.dialogues import CORRECTIONS, FOLLOW_UPS
-from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Relation
+from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Relation, statement
 from sglang_sparse.tasks.templates import Forms, blurred
 from sglang_sparse.tasks.training_words import WORDS
 from sglang_sparse.tasks.vocabulary import Kind, held_out, known_words, names, pool
@@ -44,9 +44,10 @@ def suites() -> dict[Split, TaskSuite]:
 
 
 def pattern(template: str) -> re.Pattern[str]:
-    """What a filled-in template matches; its holes are groups."""
+    """What a filled-in template matches; its holes are groups, but for nouns beside the value."""
     parts = re.split(r"\{(\w)\}", template)
-    holes = [f"(?P<{p}>.+)" if i % 2 else re.escape(p) for i, p in enumerate(parts)]
+    holes = [(r"\w+" if p == "d" else f"(?P<{p}>.+)") if i % 2 else re.escape(p)
+             for i, p in enumerate(parts)]  # fmt: skip
     return re.compile("".join(holes), re.IGNORECASE)
 
 
@@ -167,14 +168,32 @@ def test_wide_words_are_new_each_time_and_never_held_out(kind: str) -> None:
 
 def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     wide, rng = WideWords(), np.random.default_rng(2)
-    # Words that CRC-32 holds out: Silke, pothole.
+    # Words that CRC-32 holds out: Silke, pothole. A kiosk is a place, however often it is named.
     wide.read(
-        "Then, as Ottilie said, Silke saw a swamp in the doorway, and a pothole. The quick fox."
+        "Then, as Ottilie said, Silke saw a swamp in the doorway, and a pothole. The quick fox. "
+        "The court of a court is the court, and a kiosk is a kiosk in the kiosk."
     )
     read = {*wide.draw(rng, "surname", 90)}
     assert read & {"Ottilie", "Silke", "So"} == {"Ottilie"}
     nouns = {*wide.draw(rng, "thing", 300)}
-    assert nouns & {"swamp", "doorway", "pothole", "quick"} == {"swamp", "doorway"}
+    assert nouns & {"swamp", "doorway", "pothole", "quick", "court"} == {"swamp", "doorway"}
+    beside = {wide.beside(rng) for _ in range(300)}
+    assert "court" in beside
+    assert not beside & {"swamp", "doorway", "pothole", "kiosk"}
+    assert wide.names_no_value("The court of reason, if any.")
+    assert not wide.names_no_value("The court and the swamp.")
+
+
+def test_nouns_stand_beside_values_in_sentences_of_the_wide_split_alone() -> None:
+    """No hole is left in a sentence, and the noun in it differs from one to the next."""
+    told = [
+        statement(np.random.default_rng(seed), "wide", RELATIONS["stands"].statements)
+        for seed in range(200)
+    ]
+    assert all(set(re.findall(r"\{(\w)\}", one)) == {"s", "v"} for one in told)
+    assert len(set(told)) > 150
+    for forms in (*ALL_FORMS, WRAPPINGS):
+        assert not any("{d}" in form for form in (*forms.train, *forms.heldout))
 
 
 def test_blurred_templates_keep_what_is_filled_in() -> None:

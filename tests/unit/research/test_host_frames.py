@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import sys
@@ -102,7 +103,7 @@ def test_layers_are_looked_up_one_after_the_other() -> None:
 
 
 def test_the_committed_table_is_that_of_the_committed_rows() -> None:
-    found = from_columns(json.loads((REPORT / "frames.json").read_text()))
+    found = from_columns(json.loads(gzip.decompress((REPORT / "frames.json.gz").read_bytes())))
     assert host_frames.table(found) in (ROOT / "docs" / "host-memory.md").read_text()
     assert {row["preset"] for row in found["rows"]} == set(host_frames.PRESETS)
 

@@ -306,8 +306,12 @@ def test_a_cloze_holds_both_phrases_in_a_sentence_of_the_text() -> None:
     votes = {Cloze(texts).sentence(rng, "the kite", "Cecil Haas", "Velagate") for _ in range(300)}
     assert all(text.count(name) == 1 for text in votes for name in ("Cecil Haas", "Velagate"))
     assert all(text.lower().count("the kite") == 1 for text in votes)
+    fitting = Cloze(texts, lambda text: "house" in text)
+    assert all(re.search("old|sea", fitting.sentence(rng, "Cecil Haas")) for _ in range(50))
     with pytest.raises(ValueError, match="no sentences"):
         Cloze(texts[:1]).sentence(rng, "Cecil Haas", "the orchard")
+    with pytest.raises(ValueError, match="no sentences"):
+        Cloze(texts, lambda text: False).sentence(rng, "Cecil Haas", "the orchard")
 
 
 def test_a_cloze_asks_about_its_phrase_behind_words_of_a_question_and_of_the_text() -> None:
