@@ -75,6 +75,11 @@ def picture() -> str:
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     # Hundredths of a point are finer than any screen; indentation is a fifth of the file.
     text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", buffer.getvalue())
+    # So are names of groups, a turn by nothing, and the same font in each text.
+    text = re.sub(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"', "", text)
+    font = re.search(r"font-family: [^;\"]*(?=;)", text)
+    assert font is not None
+    text = text.replace(f"{font[0]}; ", "").replace("<svg ", f'<svg style="{font[0]}" ', 1)
     return re.sub(r" *\n *", "\n", text)
 
 

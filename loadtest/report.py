@@ -7,6 +7,7 @@ python loadtest/report.py results    # writes results/capacity.html and capacity
 from __future__ import annotations
 
 import argparse
+import gzip
 import html
 import io
 import json
@@ -37,7 +38,7 @@ RULE = (
 
 
 def read_reports(paths: Iterable[Path]) -> Reports:
-    """The reports among some JSON files; the report that the limits come from is first.
+    """The reports among some JSON files, gzipped or not; that which the limits come from is first.
 
     Raises:
         ValueError: there is no report, or they cannot be compared.
@@ -45,7 +46,8 @@ def read_reports(paths: Iterable[Path]) -> Reports:
     reports = []
     for path in paths:
         try:
-            content = json.loads(path.read_text())
+            raw = path.read_bytes()
+            content = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read ({error})") from error
         if isinstance(content, dict) and "limits_from" in content and "trials" in content:
@@ -274,7 +276,7 @@ def write_report(folder: Path, reports: Reports | None = None) -> Path:
     Raises:
         ValueError: there are none, or they cannot be compared.
     """
-    reports = reports or read_reports(sorted(folder.glob("*.json")))
+    reports = reports or read_reports(sorted([*folder.glob("*.json"), *folder.glob("*.json.gz")]))
     (folder / "capacity.md").write_text(markdown(reports) + "\n", encoding="utf-8")
     path = folder / "capacity.html"
     path.write_text(page(reports), encoding="utf-8")

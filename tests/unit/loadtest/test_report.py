@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ def test_the_page_holds_a_table_plots_and_every_trial(tmp_path: Path) -> None:
     speeds = {"dense": 10.0, "sparcas": 20.0}
     for label, speed in speeds.items():
         (tmp_path / f"{label}.json").write_text(json.dumps(capacity_report(label, speed)))
+    plain = tmp_path / "dense.json"
+    (tmp_path / "dense.json.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
     (tmp_path / "other.json").write_text("{}")
     page = report.write_report(tmp_path).read_text()
     assert page.count("<svg") == 1
