@@ -67,7 +67,9 @@ class WideWords:
         return self._beside[int(rng.integers(len(self._beside)))]
 
     def names_no_value(self, text: str) -> bool:
-        """Whether no noun of ``text`` could be taken for a value."""
+        """Whether no name and no noun of ``text`` could be taken for a value."""
+        if _NAME.search(text):
+            return False
         return all(noun in self._no_values for noun in _NOUN.findall(text))
 
     def draw(self, rng: Rng, kind: str, count: int) -> list[str]:

@@ -182,6 +182,7 @@ def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     assert not beside & {"swamp", "doorway", "pothole", "kiosk"}
     assert wide.names_no_value("The court of reason, if any.")
     assert not wide.names_no_value("The court and the swamp.")
+    assert not wide.names_no_value("The court of Ottilie.")
 
 
 def test_nouns_stand_beside_values_in_sentences_of_the_wide_split_alone() -> None:
