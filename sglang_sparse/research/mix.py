@@ -18,6 +18,7 @@ from sglang_sparse.research.cloze import Cloze
 from sglang_sparse.research.corpus.tokens import load
 from sglang_sparse.research.filler import TokenPieces
 from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, FileEncoder
+from sglang_sparse.tasks.entities import entities
 from sglang_sparse.tasks.layout import ContextBuilder, DoesNotFit
 from sglang_sparse.tasks.needles import depths, pick
 from sglang_sparse.tasks.registry import READING_TASKS, TASKS
@@ -67,6 +68,17 @@ _FACT_FORMS = (
     "Do you know the {}?",
     "I need the {}.",
     "The {}?",
+    "Can you look up the {}?",
+    "Could you give me the {}?",
+    "I forgot the {}.",
+    "Please find the {}.",
+    "What was the {}?",
+)
+_FACT_TOLD = (
+    "{v} is the {s}.",
+    "The {s} was {v}.",
+    "Remember: the {s} is {v}.",
+    "The {s} is now {v}.",
 )
 # Share of the questions with one form in the tasks that are asked with words around them.
 _REWORDED = 0.3
@@ -92,9 +104,16 @@ def general_fact(rng: np.random.Generator, split: Split, length: int) -> Problem
     needles, questions = [], []
     for noun in pick(rng, _NOUNS, 2):
         noun = " ".join(noun.split())
-        subject = noun if rng.random() < 0.6 else f"{noun} of {pick(rng, keys(split), 1)[0]}"
-        statement = f"The {subject} is {_value(rng, split)}."
-        needles.append(Needle(statement, depths(rng, 1)[0]))
+        subject = noun
+        if rng.random() < 0.5:
+            named = rng.random() < 0.5
+            owners = entities(rng, "wide", "person", 1) if named else pick(rng, keys(split), 1)
+            subject = f"{noun} of {owners[0]}"
+        value = _value(rng, split)
+        statement = told = f"The {subject} is {value}."
+        if rng.random() < 0.3:
+            told = _FACT_TOLD[int(rng.integers(len(_FACT_TOLD)))].format(s=subject, v=value)
+        needles.append(Needle(told[:1].upper() + told[1:], depths(rng, 1)[0]))
         form = _FACT_FORMS[int(rng.integers(len(_FACT_FORMS)))]
         questions.append(Question("fact", form.format(subject), statement, ()))
     return Problem(tuple(needles), tuple(questions))

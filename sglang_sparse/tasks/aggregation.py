@@ -7,9 +7,10 @@ import numpy as np
 
 from sglang_sparse.tasks import composed_forms as composed
 from sglang_sparse.tasks import training_forms as more
+from sglang_sparse.tasks.entities import entities, people
 from sglang_sparse.tasks.needles import join
 from sglang_sparse.tasks.reading import room_for
-from sglang_sparse.tasks.relations import capital, entities, noun, say, statement, wrapped
+from sglang_sparse.tasks.relations import capital, noun, say, statement, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
 from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split
@@ -107,7 +108,7 @@ def tally(rng: Rng, split: Split, length: int) -> Problem:
     """
     votes = 2 if length >= 512 else 1
     count = max(4, room_for(length, _MOST_VOTES, _VOTE_TOKENS) // votes)
-    voters = entities(rng, split, "person", count)
+    voters = people(rng, split, count)  # full names, which no town has
     topics = [noun("thing", t) for t in entities(rng, split, "thing", votes)]
     towns = entities(rng, split, "town", 3 * votes)
     needles: list[Needle] = []

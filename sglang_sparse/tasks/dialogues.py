@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from sglang_sparse.tasks import training_forms as more
+from sglang_sparse.tasks.entities import entities
 from sglang_sparse.tasks.reading import answered, room_for
-from sglang_sparse.tasks.relations import RELATIONS, entities, noun, say, statement, wrapped
+from sglang_sparse.tasks.relations import RELATIONS, noun, say, statement, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
 from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split

@@ -9,11 +9,11 @@ from itertools import product
 
 import numpy as np
 
+from sglang_sparse.tasks.entities import entities
 from sglang_sparse.tasks.needles import depths, fact
 from sglang_sparse.tasks.relations import (
     RELATIONS,
     Relation,
-    entities,
     noun,
     say,
     statement,

@@ -7,7 +7,6 @@ plain and known to both. An answer has one form, which restates the fact before 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,11 +14,10 @@ import numpy as np
 
 from sglang_sparse.tasks import composed_forms as composed
 from sglang_sparse.tasks import training_forms as more
-from sglang_sparse.tasks.needles import pick
 from sglang_sparse.tasks.templates import Forms
-from sglang_sparse.tasks.vocabulary import Kind, names, pool
+from sglang_sparse.tasks.vocabulary import Kind
 from sglang_sparse.tasks.wide_words import WIDE
-from sglang_sparse.tasks.words import Split, words_of
+from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
 Subject = Literal["person", "thing", "town"]
@@ -371,25 +369,3 @@ def wrapped(rng: Rng, split: Split, question: str) -> str:
     if rng.random() < 0.1:
         return question.lower().rstrip("?.")
     return WRAPPINGS.asked(rng, split).format(q=question)
-
-
-def people(rng: Rng, split: Split, count: int) -> list[str]:
-    """``count`` different full names that share first names and surnames with one another."""
-    first, last = names(words_of(split))
-    wide = min(math.isqrt(2 * count) + 1, len(last))
-    high = min(3 * count // (2 * wide) + 2, len(first))
-    if split == "wide":
-        firsts, lasts = WIDE.draw(rng, "first name", high), WIDE.draw(rng, "surname", wide)
-    else:
-        firsts, lasts = pick(rng, first, high), pick(rng, last, wide)
-    pairs = [f"{one} {other}" for one in firsts for other in lasts]
-    return pick(rng, pairs, count)
-
-
-def entities(rng: Rng, split: Split, kind: str, count: int) -> list[str]:
-    """``count`` different words, or full names, of a kind."""
-    if kind == "person":
-        return people(rng, split, count)
-    if split == "wide" and kind != "number":
-        return WIDE.draw(rng, kind, count)
-    return pick(rng, pool(kind, words_of(split)), count)

@@ -94,7 +94,7 @@ class WideWords:
 
 
 WIDE = WideWords()
-"""What :func:`sglang_sparse.tasks.relations.entities` draws from."""
+"""What :func:`sglang_sparse.tasks.entities.entities` draws from."""
 
 
 def invented(rng: Rng) -> str:

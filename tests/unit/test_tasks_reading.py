@@ -23,6 +23,7 @@ from sglang_sparse.tasks import (
 )
 from sglang_sparse.tasks.aggregation import VISIT_QUESTIONS, VISITS, VOTE_QUESTIONS, VOTES
 from sglang_sparse.tasks.dialogues import CORRECTIONS, FOLLOW_UPS
+from sglang_sparse.tasks.entities import entities
 from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Relation, statement
 from sglang_sparse.tasks.templates import Forms, blurred
 from sglang_sparse.tasks.training_words import WORDS
@@ -183,6 +184,21 @@ def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     assert wide.names_no_value("The court of reason, if any.")
     assert not wide.names_no_value("The court and the swamp.")
     assert not wide.names_no_value("The court of Ottilie.")
+
+
+def test_people_of_the_wide_split_have_full_names_first_names_or_titles() -> None:
+    """In a vote they have full names, since towns have one."""
+    drawn = [entities(np.random.default_rng(seed), "wide", "person", 3) for seed in range(60)]
+    kinds = {(len(one.split()), "." in one.split()[0]) for people in drawn for one in people}
+    assert {(2, False), (1, False), (2, True)} <= kinds
+    assert all(len(set(people)) == 3 for people in drawn)
+    for split in SPLITS:
+        named = [entities(np.random.default_rng(seed), split, "person", 2) for seed in range(20)]
+        assert all(len(one.split()) == 2 and "." not in one for pair in named for one in pair)
+    votes = [READING_TASKS["tally"](np.random.default_rng(seed), "wide", 512) for seed in range(20)]
+    voters = [needle.parts[1] for vote in votes for needle in vote.needles if needle.parts]
+    assert voters
+    assert all(len(voter.split()) == 2 and "." not in voter for voter in voters)
 
 
 def test_nouns_stand_beside_values_in_sentences_of_the_wide_split_alone() -> None:

@@ -21,7 +21,7 @@ from sglang_sparse.research.corpus import tokens
 from sglang_sparse.research.cost import estimate, operations
 from sglang_sparse.research.export import MAX_BYTES, export, load
 from sglang_sparse.research.filler import TokenPieces
-from sglang_sparse.research.mix import TRAIN_TASKS, RowMaker
+from sglang_sparse.research.mix import TRAIN_TASKS, RowMaker, general_fact
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.research.spread import assignment, find_sources
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
@@ -290,6 +290,21 @@ def test_facts_are_told_in_sentences_of_the_corpus_and_answered_as_before(rows: 
             )
     # Half of the facts or so have a sentence of their own.
     assert len(told) > shared
+
+
+def test_a_fact_is_told_in_several_ways_and_answered_in_one() -> None:
+    told, owners = set(), set()
+    for seed in range(200):
+        problem = general_fact(np.random.default_rng(seed), "train", 1024)
+        for needle, question in zip(problem.needles, problem.questions, strict=True):
+            match = re.fullmatch(r"The (.+) is (\S+(?: \S+)?)\.", question.answer)
+            assert match
+            assert match[2].lower() in needle.text.lower()
+            assert match[1].rsplit(" of ", 1)[0] in needle.text
+            told.add(needle.text.replace(match[1], "S").replace(match[2], "V").lower())
+            owners.add(match[1].rsplit(" of ", 1)[-1])
+    assert len(told) >= 5
+    assert any(owner.startswith("Dr. ") for owner in owners)
 
 
 def test_a_cloze_holds_both_phrases_in_a_sentence_of_the_text() -> None:
