@@ -42,7 +42,7 @@ def _named(rng: Rng, count: int) -> list[str]:
 
 
 def entities(rng: Rng, split: Split, kind: str, count: int) -> list[str]:
-    """``count`` different words, or full names, of a kind."""
+    """``count`` different words of a kind, or names of people."""
     if kind == "person":
         return _named(rng, count) if split == "wide" else people(rng, split, count)
     if split == "wide" and kind != "number":
