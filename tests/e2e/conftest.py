@@ -226,7 +226,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             *CASCADE,
             *small(snapshots=2),
-            *("--chunked-prefill-size", "640", "--max-total-tokens", "5312"),
+            *("--chunked-prefill-size", "640", "--max-total-tokens", "4992"),
             *("--schedule-conservativeness", "0.01", "--enable-metrics"),
         ],
         {},
@@ -305,12 +305,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], LiveServer]]:
+def forking() -> Iterator[Host | None]:
+    """What forks servers; None where there is a GPU."""
+    # Importing may touch CUDA, which does not survive a fork.
+    host = None if HAS_GPU else Host(server_environment({}))
+    yield host
+    if host is not None:
+        host.close()
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, forking: Host | None
+) -> Iterator[Callable[[str], LiveServer]]:
     """``server(name)``: the running server of one of :data:`CONFIGURATIONS`."""
     logs = tmp_path_factory.mktemp("servers")
     running: dict[str, LiveServer] = {}
-    # Importing may touch CUDA, which does not survive a fork.
-    forking = None if HAS_GPU else Host(server_environment({}))
     drafters = tmp_path_factory.mktemp("drafters")
     write_eagle(drafters / "eagle")
     write_eagle3(drafters / "eagle3")
@@ -331,8 +341,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     yield start
     for live in running.values():
         live.close()
-    if forking is not None:
-        forking.close()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ tensors that were passed to the launch is an error, as it is (at times) on a GPU
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ if INTERPRETED:
     torch.set_num_threads(1)
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
@@ -40,13 +43,19 @@ def _tensors(arguments: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def _extents(arguments: tuple[Any, ...]) -> np.ndarray:
+    """Memory of a launch's tensors, ``[parts, 2]``: in order, parts that share a byte as one."""
     tensors = _tensors(arguments)
     found = [_extent(tensor) for tensor in tensors]
     for pointers in (tensor for tensor in tensors if tensor.dtype == torch.uint64):
         # Base addresses of layers that look like the first argument.
         size = tensors[0].nbytes
         found += [(base, base + size) for base in pointers.tolist()]
-    return np.array(found, dtype=np.uint64)
+    apart: list[tuple[int, int]] = []
+    for first, last in sorted(found):
+        if apart and first < apart[-1][1]:  # a view of the same memory
+            first, last = apart[-1][0], max(last, apart.pop()[1])
+        apart.append((first, last))
+    return np.array(apart, dtype=np.uint64).reshape(-1, 2)
 
 
 def _reduce_halves(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
@@ -59,12 +68,26 @@ def _reduce_halves(self: Any, inputs: tuple[Any, ...]) -> list[Any]:
     return [self.to_tensor(one.handle.data.squeeze(self.axis), one.dtype) for one in inputs]
 
 
+def _no_overflow(self: Any, one: Any, other: Any, operation: Callable[..., Any]) -> None:
+    """Fail where a sum, difference or product of integers of 32 bits and fewer overflows.
+
+    The interpreter's own check computes as much in Triton tensors and drops the outcome.
+    """
+    name, pair = operation.__name__, (one.handle.data, other.handle.data)
+    kept = pair[0].dtype
+    if kept.kind == "b" or kept.itemsize == 8:
+        return
+    exact, bounds = _EXACT[name](*pair, dtype=np.int64), np.iinfo(kept)
+    assert bounds.min <= exact.min() <= exact.max() <= bounds.max, f"{kept} overflows in {name}"
+
+
 @pytest.fixture(autouse=True)
 def accesses_stay_inside_the_arguments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test whose kernels touch memory that they were not given."""
     if not INTERPRETED:
         yield
         return
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps
 
@@ -73,6 +96,10 @@ def accesses_stay_inside_the_arguments(monkeypatch: pytest.MonkeyPatch) -> Itera
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     patched: set[int] = set()
+    dtype_of = cache(interpreter._get_np_dtype)
+
+    def numpy_dtype(kind: Any) -> np.dtype:
+        return np.dtype(np.uint64) if kind.scalar.is_ptr() else dtype_of(kind.scalar)
 
     def launched(self: Any, *arguments: Any, **options: Any) -> None:
         nonlocal allowed
@@ -91,9 +118,11 @@ def accesses_stay_inside_the_arguments(monkeypatch: pytest.MonkeyPatch) -> Itera
     def check(pointers: Any, mask: Any) -> None:
         addresses = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)].astype(np.uint64)
         size = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
-        inside = np.zeros(addresses.shape, dtype=bool)
-        for first, last in allowed:
-            inside |= (addresses >= first) & (addresses + np.uint64(size) <= last)
+        if not addresses.size:
+            return
+        # Of the part that begins last at or before an address; -1, the last one, is too high.
+        first, last = allowed[np.searchsorted(allowed[:, 0], addresses, "right") - 1].T
+        inside = (addresses >= first) & (addresses + np.uint64(size) <= last)
         assert inside.all(), f"{(~inside).sum()} accesses outside of the launch's tensors"
 
     def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
@@ -106,6 +135,8 @@ def accesses_stay_inside_the_arguments(monkeypatch: pytest.MonkeyPatch) -> Itera
 
     monkeypatch.setattr(GridExecutor, "__call__", launched)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", numpy_dtype)
+    monkeypatch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", _no_overflow)
     monkeypatch.setattr(ReduceOps, "generic_reduce", _reduce_halves)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)

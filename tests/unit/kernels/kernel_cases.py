@@ -27,6 +27,9 @@ from sglang_sparse_kernels import (
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
+# Units, slots and channels that nobody may use: far outside of every tensor. Multiplied by up to
+# 128 tokens of a page they must not become small ones in 32 bits.
+FAR = 2**23
 # What the definitions are tested as, what is tested against them, and all.
 PYTORCH = ("torch", "cpu") if DEVICE.type == "cpu" else ("torch",)
 FAST = (*PYTORCH[1:], "triton")
@@ -72,7 +75,7 @@ class Batch:
         self.v = [torch.full(shape, NAN) for _ in range(self.layers)]
         slots = self.max_pages * self.page_size
         # Stale entries of the token table point far outside the pool.
-        self.req_to_token = torch.full((len(self.lengths) + 3, slots), 2**30, dtype=torch.int32)
+        self.req_to_token = torch.full((len(self.lengths) + 3, slots), FAR, dtype=torch.int32)
         self.req_to_token[0] = 0
         self.req_slots = torch.randperm(len(self.lengths) + 2, generator=self.rng)
         self.req_slots = self.req_slots[: len(self.lengths)] + 1
@@ -208,7 +211,7 @@ class Batch:
     def random_lists(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Ascending lists of k_units random units per head; entries past a count are poison."""
         shape = (self.list_rows, self.heads, self.capacity)
-        indices = torch.full(shape, 2**30, dtype=torch.int32)
+        indices = torch.full(shape, FAR, dtype=torch.int32)
         counts = torch.full(shape[:2], 2**20, dtype=torch.int32)
         plan = self.plan
         for row in range(len(self.lengths)):

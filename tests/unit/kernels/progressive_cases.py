@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from error_budget import assert_within_budget
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, FAR, NAN, Batch
 from test_attend import naive_attention, rounding
 
 from sglang_sparse_kernels import (
@@ -32,7 +32,7 @@ from sglang_sparse_kernels.common import computable, put, take
 
 SINK, RECENT = 4, 8
 ALWAYS = Always(SINK, RECENT)
-POISON = 2**30
+POISON = FAR
 
 
 @dataclass

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, dot_rounding
-from kernel_cases import DEVICE, FAST, IMPLS, NAN, PYTORCH, Batch
+from kernel_cases import DEVICE, FAR, FAST, IMPLS, NAN, PYTORCH, Batch
 
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
@@ -207,7 +207,7 @@ class Anchor:
         self.exact = make_exact_workspace(rows, 8, 2, width, DEVICE)
         self.topk = make_topk_workspace(rows, 2, width, batch.capacity, DEVICE)
         state = (batch.list_rows, 2)
-        self.indices = torch.full((*state, batch.capacity), 2**30, dtype=torch.int32, device=DEVICE)
+        self.indices = torch.full((*state, batch.capacity), FAR, dtype=torch.int32, device=DEVICE)
         self.counts = torch.zeros(state, dtype=torch.int32, device=DEVICE)
         self.head_map = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
         self.workspace = make_workspace(rows, 8, 2, batch.dim, DEVICE)

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, IMPLS, NAN, Batch
+from kernel_cases import DEVICE, FAR, IMPLS, NAN, Batch
 from test_attend import naive_attention, rounding
 
 from sglang_sparse_kernels import (
@@ -118,8 +118,8 @@ def test_a_step_selects_and_attends_to_whole_units(impl: str) -> None:
     assert torch.equal(pages.k[0].nan_to_num(), batch.k[0].nan_to_num())
     rows, heads = len(batch.lengths), batch.heads
     scores = outputs(batch, 64)
-    indices = torch.full((batch.list_rows, heads, 5), 2**30, dtype=torch.int32, device=DEVICE)
-    counts = torch.full((batch.list_rows, heads), 2**30, dtype=torch.int32, device=DEVICE)
+    indices = torch.full((batch.list_rows, heads, 5), FAR, dtype=torch.int32, device=DEVICE)
+    counts = torch.full((batch.list_rows, heads), FAR, dtype=torch.int32, device=DEVICE)
     out = torch.full_like(batch.q, NAN)
     stages = [
         PageScore(cuboids, "max", scores),

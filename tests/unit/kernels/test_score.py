@@ -4,7 +4,7 @@
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget, dot_rounding
-from kernel_cases import DEVICE, FAST, IMPLS, PYTORCH, Batch
+from kernel_cases import DEVICE, FAR, FAST, IMPLS, PYTORCH, Batch
 
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
@@ -54,7 +54,7 @@ def make_batch(shape: tuple, **options: object) -> Batch:
 
 def random_channels(batch: Batch, kept: int) -> torch.Tensor:
     """Distinct ascending channels in the rows in use, far out of range elsewhere."""
-    channels = torch.full((batch.list_rows, batch.heads, kept), 2**30, dtype=torch.int32)
+    channels = torch.full((batch.list_rows, batch.heads, kept), FAR, dtype=torch.int32)
     for row in batch.plan.request_slots[batch.plan.k_units > 0].tolist():
         for head in range(batch.heads):
             chosen = torch.randperm(batch.dim, generator=batch.rng)[:kept]

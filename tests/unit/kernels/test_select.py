@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_cases import DEVICE, IMPLS, NAN, Batch
+from kernel_cases import DEVICE, FAR, IMPLS, NAN, Batch
 
 from sglang_sparse_kernels import (
     Always,
@@ -87,10 +87,10 @@ def select(
     if workspace is None:
         rows = len(batch.lengths) + 1
         workspace = make_topk_workspace(rows, batch.heads, scores.shape[2], batch.capacity, DEVICE)
-    workspace.blocks.fill_(2**30)
-    workspace.state.fill_(2**30)
+    workspace.blocks.fill_(FAR)
+    workspace.state.fill_(FAR)
     workspace.candidate_scores.fill_(NAN)
-    workspace.candidate_units.fill_(2**30)
+    workspace.candidate_units.fill_(FAR)
     # Scores from elsewhere: the test's own stay as they are.
     blocks = torch.full((*scores.shape[:2], padded_blocks(scores.shape[2])), NAN, device=DEVICE)
     found = Scores(scores.clone(), blocks)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF
-from kernel_cases import DEVICE, FAST, NAN, Batch, Guarded
+from kernel_cases import DEVICE, FAR, FAST, NAN, Batch, Guarded
 
 from sglang_sparse_kernels import (
     Always,
@@ -55,11 +55,11 @@ class Decoder:
         full = self.guarded.full
         blocks = full((rows, batch.heads, padded_blocks(width)), -77.0, torch.float32)
         self.scores = Scores(full((rows, batch.heads, width), -77.0, torch.float32), blocks)
-        self.channels = full((*state, 16), 2**30, torch.int32)
-        self.indices = full((*state, batch.capacity), 2**30, torch.int32)
-        self.counts = full(state, 2**30, torch.int32)
+        self.channels = full((*state, 16), FAR, torch.int32)
+        self.indices = full((*state, batch.capacity), FAR, torch.int32)
+        self.counts = full(state, FAR, torch.int32)
         topk = make_topk_workspace(rows, batch.heads, width, batch.capacity, DEVICE)
-        self.topk = TopkWorkspace(*(full(t.shape, 2**30, t.dtype) for t in vars(topk).values()))
+        self.topk = TopkWorkspace(*(full(t.shape, FAR, t.dtype) for t in vars(topk).values()))
         heads = batch.heads * batch.group
         needed = make_workspace(rows, heads, batch.heads, batch.dim, DEVICE).numel()
         self.workspace = full((needed,), -77.0, torch.float32)

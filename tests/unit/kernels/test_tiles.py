@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, assert_within_budget, dot_rounding
-from kernel_cases import DEVICE, NAN, Batch
+from kernel_cases import DEVICE, FAR, NAN, Batch
 
 from sglang_sparse_kernels import (
     BLOCK_UNITS,
@@ -77,7 +77,7 @@ class Prompts:
     def random_lists(self) -> tuple[torch.Tensor, torch.Tensor]:
         rows, heads = self.plan.rows, self.batch.heads
         capacity = max(1, int(rows.k_units.max())) + 3
-        indices = torch.full((rows.num_rows, heads, capacity), 2**30, dtype=torch.int32)
+        indices = torch.full((rows.num_rows, heads, capacity), FAR, dtype=torch.int32)
         counts = torch.full((rows.num_rows, heads), 2**20, dtype=torch.int32)
         for tile in range(rows.num_rows):
             kept = int(rows.k_units[tile])

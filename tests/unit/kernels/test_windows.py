@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from error_budget import assert_within_budget
-from kernel_cases import DEVICE, IMPLS, NAN, Batch, random_kinds
+from kernel_cases import DEVICE, FAR, IMPLS, NAN, Batch, random_kinds
 from progressive_cases import Setting, in_double, run, shape_keys
 from progressive_cases import make_batch as progressive_batch
 from test_attend import CASES, make_batch, rounding
@@ -70,7 +70,7 @@ def attend(batch: Batch, lists: tuple, windows: HeadWindows | None, impl: str) -
 def poisoned_lists(batch: Batch, kinds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Random lists; those of streaming heads hold what nobody may read."""
     indices, counts = batch.random_lists()
-    indices[:, kinds != 0] = 2**30
+    indices[:, kinds != 0] = FAR
     counts[:, kinds != 0] = 2**20
     return indices, counts
 
