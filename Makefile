@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-versions test-other test-other-alone test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
+.PHONY: help install serve test test-versions test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
 
 help:
 	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | docs | schema | clean"
@@ -43,15 +43,12 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory -j2 --output-sync=target SGLANG=$(SG
 test: $(STAMP)
 	@$(SIDE_BY_SIDE) test-e2e test-unit test-alone
 
-# The long parts first; the other version's environment is installed beside them.
+# The long parts first; the second of them installs the other version's environment.
 test-versions: $(STAMP)
-	@$(SIDE_BY_SIDE) test-e2e test-other test-alone test-other-alone test-unit
+	@$(SIDE_BY_SIDE) test-e2e other-e2e test-unit test-alone other-alone other-unit
 
-test-other:
-	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-e2e test-unit
-
-test-other-alone:
-	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-alone
+other-%:
+	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-$*
 
 test-e2e: WHICH := tests/e2e
 test-unit: WHICH := tests/unit tests/start --sglang used
