@@ -16,6 +16,7 @@ from sglang_sparse.platform_cpu import (
     MAX_TOTAL_TOKENS,
     cores_of_ranks,
 )
+from sglang_sparse.speculation.flags import ALGORITHMS
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -58,6 +59,10 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.sampling_backend = "pytorch"
         if server_args.grammar_backend is None:
             server_args.grammar_backend = "none"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Those whose kernels :mod:`sglang_sparse.compat.cpu_speculation` has; 0.5.23 asks."""
+        return algorithm in ALGORITHMS
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

@@ -41,7 +41,7 @@ def create_draft_extend_backend(original: Callable[..., Any], factory: Any) -> A
 
 def _takes_sglangs(factory: Any) -> bool:
     """Whether SGLang has the backend; names the server's dense one to it if nobody named any."""
-    if launch_of(factory.server_args) is None:
+    if launch_of(factory.draft_model_runner.server_args) is None:
         return True
     if factory.draft_attn_backend is None:
         from sglang_sparse.backend.inner import dense_name

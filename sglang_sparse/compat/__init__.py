@@ -56,6 +56,14 @@ OllamaServing``, ``entrypoints/openai/serving_responses.py: OpenAIServingRespons
     around ``handle_messages``, ``handle_chat``, ``handle_generate`` and ``create_responses``, and
     put into what ``_convert_to_chat_completion_request``, ``_convert_options_to_sampling_params``
     and ``openai/protocol.py: ResponsesRequest.to_sampling_params`` return.
+``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
+move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWorker``
+    Speculation with chains; on a CPU also what :mod:`.cpu_speculation` names.
+``speculative/draft_utils.py: DraftBackendFactory``
+    What a draft model attends on: its tables know no ``sparse``. ``speculative/
+    standalone_worker_v2.py: StandaloneWorkerV2`` and ``eagle_worker_v2.py: EAGLEWorkerV2`` run as
+    they are. Which states EAGLE reads is for the target's model runner to say, through
+    ``CaptureHiddenMode`` and, for EAGLE3, ``model_runner_components/spec_aux_hidden_state.py``.
 ``managers/schedule_batch.py: Req.sampling_params.custom_params``
     The options of a request.
 ``sampling/custom_logit_processor.py: CustomLogitProcessor``

@@ -56,10 +56,6 @@ class SGLangVersion(Protocol):
         """A file of SGLang's package that came with what the version does differently."""
 
     @property
-    def SPECULATIVE(self) -> tuple[str, ...]:
-        """Names of the speculative algorithms that are supported."""
-
-    @property
     def SHARES_STATES(self) -> bool:
         """Whether requests may begin with the state of a prefix, under a bounded retention."""
 
@@ -111,4 +107,4 @@ class SGLangVersion(Protocol):
         """Inside it, SGLang starts tokenizer processes with the application ``module:name``."""
 
     def prepare_draft_worker(self) -> None:
-        """Make SGLang's draft workers run where no accelerator is; only where one is supported."""
+        """Make SGLang's draft workers run where no accelerator is."""

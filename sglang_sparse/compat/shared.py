@@ -27,6 +27,60 @@ _MODEL_RUNNER = f"{_SRT}.model_executor.model_runner.ModelRunner"
 _UNIFIED = f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _WINDOW = f"{_SRT}.mem_cache.unified_cache.components.SWAComponent"
 _WINDOWS = f"{_OURS}.window_pools"
+_SPECULATION = f"{_OURS}.speculation.hooks"
+_CPU_SPECULATION = f"{_OURS}.compat.cpu_speculation"
+_FACTORY = f"{_SRT}.speculative.draft_utils.DraftBackendFactory"
+_DRAFTS = f"{_OURS}.backend.drafts"
+
+_SPECULATION_HOOKS = (
+    Hook(
+        f"{_SRT}.speculative.spec_info.SpeculativeAlgorithm.create_worker",
+        f"{_SPECULATION}:create_worker",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.spec_utils.move_accept_tokens_to_target_kvcache",
+        f"{_SPECULATION}:keep_accepted_rows",
+        "around",
+    ),
+    Hook(f"{_SRT}.mem_cache.allocation.get_last_loc", f"{_CPU_SPECULATION}:get_last_loc", "around"),
+    Hook(
+        f"{_SRT}.mem_cache.allocation.assign_req_to_token_pool_func",
+        f"{_CPU_SPECULATION}:assign_rows",
+        "around",
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
+        f"{_CPU_SPECULATION}:extend_slots",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.eagle_utils.verify_tree_greedy_func",
+        f"{_CPU_SPECULATION}:verify_greedy",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.eagle_utils.build_tree_kernel_efficient",
+        f"{_CPU_SPECULATION}:build_chains",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.speculative.spec_utils.select_top_k_tokens",
+        f"{_CPU_SPECULATION}:extend_chains",
+        "around",
+    ),
+    Hook(
+        "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
+        f"{_CPU_SPECULATION}:last_accepted",
+        "around",
+    ),
+    Hook(f"{_FACTORY}.create_decode_backend", f"{_DRAFTS}:create_decode_backend", "around"),
+    Hook(
+        f"{_FACTORY}.create_draft_extend_backend",
+        f"{_DRAFTS}:create_draft_extend_backend",
+        "around",
+    ),
+)
 
 HOOKS = (
     Hook(f"{_SRT}.server_args.ServerArgs.add_cli_args", f"{_OURS}.flags:add_cli_args", "after"),
@@ -116,6 +170,7 @@ HOOKS = (
     ),
     Hook(f"{_KV}._build_token_to_kv_pool", f"{_WINDOWS}:build_token_to_kv_pool", "around"),
     Hook(f"{_KV}._build_token_to_kv_pool_allocator", f"{_WINDOWS}:build_allocator", "around"),
+    *_SPECULATION_HOOKS,
 )
 
 SEAMS = (
@@ -180,4 +235,9 @@ SEAMS = (
     f"{_WINDOW}.release_component_lock",
     f"{_WINDOW}._evict_device_start",
     f"{_WINDOW}._evict_device_next_node",
+    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode",
+    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
+    f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2.__init__",
+    f"{_SRT}.speculative.eagle_worker_v2.EAGLEWorkerV2.__init__",
+    f"{_SRT}.speculative.eagle_worker_v2.EagleDraftWorker.draft_forward",
 )

@@ -16,6 +16,7 @@ from sglang_sparse.checks import BACKEND, refuse
 from sglang_sparse.config import SparseConfig
 
 _EAGLE = ("EAGLE", "EAGLE3")
+ALGORITHMS = ("NGRAM", "STANDALONE", *_EAGLE)
 _TREES = "accepted rows of a tree are moved after verification, and planes do not follow"
 
 
@@ -38,7 +39,7 @@ def check_speculation(args: Any, config: SparseConfig) -> None:
     name = algorithm(args)
     if name is None:
         return
-    known = compat.current().SPECULATIVE if compat.is_tested() else ()
+    known = ALGORITHMS if compat.is_tested() else ()
     if name not in known:
         why = f"others are not supported with sglang {compat.sglang_version()}"
         if name == "NEXTN" and known:

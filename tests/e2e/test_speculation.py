@@ -11,15 +11,7 @@ import pytest
 from live_server import KERNEL_ERROR, LiveServer, token_ids
 from machine import HAS_GPU
 
-from sglang_sparse import compat
-
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(
-        not compat.current().SPECULATIVE, reason="refused with this version of SGLang"
-    ),
-]
+pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
 NGRAMS = ("page_minmax-chains", "sparcas-chains")
@@ -49,7 +41,7 @@ def accepted_drafts(answers: list[dict[str, Any]]) -> list[int]:
     """How often 0, 1, ... of the drafts of a verification were accepted."""
     accepted = [0] * DRAFTS
     for answer in answers:
-        for count, times in enumerate(answer["meta_info"]["spec_accept_histogram"]):
+        for count, times in enumerate(answer["meta_info"]["spec_correct_drafts_histogram"]):
             accepted[count] += times
     return accepted
 

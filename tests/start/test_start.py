@@ -287,7 +287,6 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 
-SPECULATIVE = DRAFTING_REFUSALS
 SNAPSHOTS = [*CASCADE, "--sparse-config", '{"retention": {"snapshots": 2}}']
 REFUSALS |= (
     {
@@ -304,10 +303,7 @@ REFUSALS |= (
         )
     }
 )
-if not compat.current().SPECULATIVE:
-    all_refused = ["--speculative-algorithm", "allowed: unset"]
-    SPECULATIVE = {name: (args, all_refused) for name, (args, _) in SPECULATIVE.items()}
-REFUSALS |= SPECULATIVE
+REFUSALS |= DRAFTING_REFUSALS
 
 
 @pytest.fixture(scope="module")

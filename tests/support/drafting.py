@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 import scripts  # noqa: F401  isort: skip  # makes the load tests importable
@@ -31,8 +32,8 @@ EAGLE3 = [
     *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "{DRAFTERS}/eagle3"),
     *DRAFT_MODEL[4:],
 ]
-# SGLang compiles its n-gram corpus, whose sources lack an include that older compilers need.
-COMPILER = {"CXX": "c++ -include cstddef"}
+# SGLang compiles its n-gram corpus, whose sources once lacked an include that compilers need.
+COMPILER = {"CXX": "c++ -include cstddef"} if version("sglang") == "0.5.17" else {}
 SMALL_MODEL = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small"]
 
 Servers = dict[str, tuple[list[str], dict[str, str]]]

@@ -16,7 +16,7 @@
     The host's copy of the KV pool, on the CPU: its own is pinned and copied by GPU kernels.
 ``platforms/interface.py: SRTPlatform.get_mha_kv_pool_cls``, ``get_paged_allocator_cls``
     Pool and allocator on the CPU: its own allocator launches Triton kernels.
-``utils/common.py: support_triton``, ``mem_cache/allocation.py: get_last_loc``
+``utils/common.py: support_triton``
     PyTorch index writes on the CPU. SGLang avoids Triton there by the backend's name, and does not
     know the name "sparse".
 ``mem_cache/swa_memory_pool.py: SWAKVPool``, ``mem_cache/unified_radix_cache.py: UnifiedRadixCache``
@@ -25,14 +25,6 @@
     It builds NCCL communicators on every platform that is not an NPU or XPU.
 ``entrypoints/http_server.py: _setup_and_run_http_server``
     It names the application of tokenizer processes to ``uvicorn.run``.
-``speculative/spec_info.py: SpeculativeAlgorithm.create_worker``, ``speculative/spec_utils.py:
-move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWorker``
-    Speculation with chains; on a CPU also what :mod:`.cpu_speculation` names.
-``speculative/draft_utils.py: DraftBackendFactory``
-    What a draft model attends on: its tables know no ``sparse``. ``speculative/
-    standalone_worker_v2.py: StandaloneWorkerV2`` and ``eagle_worker_v2.py: EAGLEWorkerV2`` run as
-    they are. Which states EAGLE reads is for the target's model runner to say, through
-    ``CaptureHiddenMode`` and, for EAGLE3, ``model_runner_components/spec_aux_hidden_state.py``.
 ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator._build_oot_mha_kv_pool``
     The KV pool on the CPU, a draft model's too.
 """
@@ -53,9 +45,6 @@ if TYPE_CHECKING:
 
 _SRT = "sglang.srt"
 _CPU = "sglang_sparse.compat.v0517.cpu"
-_CPU_SPECULATION = "sglang_sparse.compat.v0517.cpu_speculation"
-_SPECULATION = "sglang_sparse.speculation.hooks"
-_DRAFTS = "sglang_sparse.backend.drafts"
 _GRAPHS = "sglang_sparse.compat.v0517.graphs"
 _RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _KV = f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator"
@@ -67,12 +56,9 @@ _CONTROLLER = f"{_SRT}.managers.cache_controller.HiCacheController"
 _ALLOCATOR = f"{_SRT}.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 _PLATFORM = f"{_SRT}.platforms.interface.SRTPlatform"
 
-_FACTORY = f"{_SRT}.speculative.draft_utils.DraftBackendFactory"
-
 _APPLICATION = f"{_SRT}.entrypoints.http_server:app"
 
 MARKER = "srt/server_args.py"
-SPECULATIVE = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3")
 SHARES_STATES = True
 PLACES_ON_HOST = True
 WAITS_FOR_WHOLE_CHUNKS = False
@@ -90,53 +76,6 @@ HOOKS = (
     Hook(f"{_RUNNER}._capture_one_stream", f"{_GRAPHS}:capture_one_stream", "around"),
     Hook(f"{_RUNNER}._make_graph_key", f"{_GRAPHS}:make_graph_key", "around"),
     Hook(f"{_SRT}.utils.common.support_triton", f"{_CPU}:support_triton", "around"),
-    Hook(f"{_SRT}.mem_cache.allocation.get_last_loc", f"{_CPU}:get_last_loc", "around"),
-    Hook(
-        f"{_SRT}.speculative.spec_info.SpeculativeAlgorithm.create_worker",
-        f"{_SPECULATION}:create_worker",
-        "around",
-    ),
-    Hook(
-        f"{_SRT}.speculative.spec_utils.move_accept_tokens_to_target_kvcache",
-        f"{_SPECULATION}:keep_accepted_rows",
-        "around",
-    ),
-    Hook(
-        f"{_SRT}.mem_cache.allocation.assign_req_to_token_pool_func",
-        f"{_CPU_SPECULATION}:assign_rows",
-        "around",
-    ),
-    Hook(
-        "sglang.kernels.ops.speculative.cache_locs.assign_extend_cache_locs_func",
-        f"{_CPU_SPECULATION}:extend_slots",
-        "around",
-    ),
-    Hook(
-        f"{_SRT}.speculative.eagle_utils.verify_tree_greedy_func",
-        f"{_CPU_SPECULATION}:verify_greedy",
-        "around",
-    ),
-    Hook(
-        f"{_SRT}.speculative.eagle_utils.build_tree_kernel_efficient",
-        f"{_CPU_SPECULATION}:build_chains",
-        "around",
-    ),
-    Hook(
-        f"{_SRT}.speculative.spec_utils.select_top_k_tokens",
-        f"{_CPU_SPECULATION}:extend_chains",
-        "around",
-    ),
-    Hook(
-        "sglang.kernels.ops.speculative.eagle.fill_bonus_tokens_func",
-        f"{_CPU_SPECULATION}:last_accepted",
-        "around",
-    ),
-    Hook(f"{_FACTORY}.create_decode_backend", f"{_DRAFTS}:create_decode_backend", "around"),
-    Hook(
-        f"{_FACTORY}.create_draft_extend_backend",
-        f"{_DRAFTS}:create_draft_extend_backend",
-        "around",
-    ),
     Hook(f"{_KV}._build_oot_mha_kv_pool", f"{_CPU}:build_oot_mha_kv_pool", "around"),
     Hook(
         f"{_SRT}.mem_cache.pool_host.mha.get_mha_host_pool_cls",
@@ -176,12 +115,7 @@ SEAMS = (
     f"{_PLATFORM}.get_mha_kv_pool_cls",
     f"{_PLATFORM}.get_paged_allocator_cls",
     f"{_UNIFIED}.dec_swa_lock_only",
-    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode",
-    f"{_SRT}.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
     f"{_SRT}.speculative.eagle_worker_common.prepare_for_draft",
-    f"{_SRT}.speculative.standalone_worker_v2.StandaloneWorkerV2.__init__",
-    f"{_SRT}.speculative.eagle_worker_v2.EAGLEWorkerV2.__init__",
-    f"{_SRT}.speculative.eagle_worker_v2.EagleDraftWorker.draft_forward",
 )
 
 
@@ -260,6 +194,12 @@ def workers_application(name: str) -> Iterator[None]:
 
 def prepare_draft_worker() -> None:
     """Make ``speculative/ngram_worker.py`` and ``eagle_worker_v2.py`` run without accelerators."""
-    from sglang_sparse.compat.v0517 import cpu_speculation
+    from sglang_sparse.compat import cpu_speculation
 
-    cpu_speculation.provide_kernels()
+    if not cpu_speculation.provide_kernels():
+        return
+    from sglang.srt.speculative import eagle_worker_common
+
+    # What it is for SGLang's own CPU engine, and asks in `prepare_for_draft` alone.
+    eagle_worker_common._is_cpu = True
+    eagle_worker_common.assign_draft_cache_locs_contiguous_cpu = cpu_speculation.draft_slots

@@ -3,20 +3,16 @@
 
 Seams: ``platforms/interface.py: SRTPlatform``, ``mem_cache/kv_cache_configurator.py:
 KVCacheConfigurator._build_oot_mha_kv_pool``, ``utils/common.py: support_triton``,
-``mem_cache/allocation.py: get_last_loc``, ``mem_cache/pool_host/mha.py:
-get_mha_host_pool_cls``, ``distributed/parallel_state.py:
+``mem_cache/pool_host/mha.py: get_mha_host_pool_cls``, ``distributed/parallel_state.py:
 init_model_parallel_group``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang_sparse.native_cpu import NativeCpuPlatform
-
-if TYPE_CHECKING:
-    import torch
 
 
 class CpuPlatform(NativeCpuPlatform):
@@ -60,20 +56,6 @@ def support_triton(original: Callable[[str], bool], backend: str) -> bool:
     if backend == BACKEND:
         return implementation(current_server_args().device) == "triton"
     return original(backend)
-
-
-def get_last_loc(
-    original: Callable[..., torch.Tensor],
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    prefix_lens: torch.Tensor,
-) -> torch.Tensor:
-    """AROUND hook on ``mem_cache.allocation.get_last_loc``: its PyTorch form on the CPU."""
-    if req_to_token.device.type != "cpu":
-        return original(req_to_token, req_pool_indices, prefix_lens)
-    from sglang.srt.mem_cache.allocation import get_last_loc_torch
-
-    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
 def get_mha_host_pool_cls(original: Callable[..., type], device_pool: Any) -> type:

@@ -21,6 +21,7 @@
     The application of tokenizer processes.
 ``platforms/interface.py: PlatformCapabilities``
     On a CPU it neither launches Triton kernels nor builds NCCL communicators.
+    ``interface.py: SRTPlatform.supports_speculative_algorithm`` says what drafts are served there.
 """
 
 from __future__ import annotations
@@ -31,17 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.compat import shared
 from sglang_sparse.compat.protocol import Hook
-from sglang_sparse.config import ConfigError
 
 if TYPE_CHECKING:
     from sglang_sparse.graph_variants import Variant
     from sglang_sparse_radix.radix_cache import SparseRadixCache
 
 _SRT = "sglang.srt"
+_CPU_SPECULATION = "sglang_sparse.compat.cpu_speculation"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
-SPECULATIVE = ()
 SHARES_STATES = False
 PLACES_ON_HOST = False
 WAITS_FOR_WHOLE_CHUNKS = True
@@ -51,6 +51,16 @@ CPU_PLATFORM = "sglang_sparse.native_cpu.NativeCpuPlatform"
 
 HOOKS = (
     *shared.HOOKS,
+    Hook(
+        "sglang.kernels.ops.speculative.cache_locs.assign_draft_cache_locs_contiguous_func",
+        f"{_CPU_SPECULATION}:draft_window",
+        "around",
+    ),
+    Hook(
+        f"{_SRT}.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup",
+        f"{_CPU_SPECULATION}:prepare_copies",
+        "around",
+    ),
     Hook(
         f"{_SRT}.layers.attention.graph_variants.create_attention_graph_variants",
         "sglang_sparse.compat.v0523.graphs:create_attention_graph_variants",
@@ -134,11 +144,7 @@ def workers_application(name: str) -> Iterator[None]:
 
 
 def prepare_draft_worker() -> None:
-    """Refuse: a start with speculation is refused before, since it is not tested here."""
-    raise ConfigError(
-        flag="--speculative-algorithm",
-        value="set",
-        problem="it is not tested with this version of SGLang",
-        allowed="unset",
-        remedy="start without it",
-    )
+    """Make ``speculative/ngram_worker.py`` run without accelerators."""
+    from sglang_sparse.compat import cpu_speculation
+
+    cpu_speculation.provide_kernels()

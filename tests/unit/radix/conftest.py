@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_sparse import compat
-
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside
 # Refused on other versions.
-collect_ignore = [] if compat.current().SPECULATIVE else ["test_drafts.py"]
 _OLDER = [f"test_{name}.py" for name in ("host_kv", "host_prompts", "host_tier")]
-collect_ignore += [] if version("sglang") == "0.5.17" else _OLDER
+collect_ignore = [] if version("sglang") == "0.5.17" else _OLDER
 
 
 @pytest.fixture(autouse=True)

@@ -37,6 +37,11 @@ def committed(req: Req) -> int:
     return req.kv_committed_len
 
 
+def commit(req: Req, tokens: int) -> None:
+    """Note that the KV of so many further tokens is written."""
+    req.kv_committed_len += tokens
+
+
 def prefix(req: Req) -> int:
     """Tokens before this round's."""
     return len(req.prefix_indices)

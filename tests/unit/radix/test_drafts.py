@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_sparse.compat.v0517.cpu_speculation import assign_rows
+from sglang_sparse.compat.cpu_speculation import assign_rows
 from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.planes import PageBounds, PageDigest, SketchPlane
 from sglang_sparse_radix.planes_spec import PlaneSpec
@@ -71,7 +71,7 @@ class Speculating(MemorySide):
             batch.reqs, rows, start.tolist(), accepted, strict=True
         ):
             self._note(slot_row[: at + count].tolist(), at, self.sparse_of(req), prefill=False)
-            req.kv_committed_len += count
+            scheduler.commit(req, count)
             req.output_ids.extend(torch.randint(VOCAB, (count,), generator=self.random).tolist())
         counts = torch.tensor(accepted)
         batch.seq_lens += counts

@@ -31,9 +31,6 @@ DRAFT_MODEL: dict[str, Any] = {
 }
 EAGLE: dict[str, Any] = DRAFT_MODEL | {"speculative_algorithm": "EAGLE"}
 SERVED = "NGRAM or STANDALONE or EAGLE or EAGLE3 or unset"
-only_where_supported = pytest.mark.skipif(
-    not compat.current().SPECULATIVE, reason="refused with this version of SGLang"
-)
 
 
 def flags(**changes: Any) -> ServerArgs:
@@ -55,13 +52,11 @@ def test_no_speculation_is_fine_under_any_budget() -> None:
     check_speculation(flags(speculative_ngram_max_bfs_breadth=8), CONFIG)
 
 
-@only_where_supported
 @pytest.mark.parametrize("name", ["NGRAM", "ngram"])
 def test_chains_of_ngrams_are_served(name: str) -> None:
     check_speculation(flags(**NGRAM | {"speculative_algorithm": name}), CONFIG)
 
 
-@only_where_supported
 @pytest.mark.parametrize("name", ["STANDALONE", "standalone"])
 def test_chains_of_a_draft_model_are_served(name: str) -> None:
     asked = DRAFT_MODEL | {"speculative_algorithm": name}
@@ -72,7 +67,6 @@ def test_chains_of_a_draft_model_are_served(name: str) -> None:
     assert most_queries(flags(**asked), Heads(query=8, kv=4, dim=64)) == 4
 
 
-@only_where_supported
 @pytest.mark.parametrize("name", ["EAGLE", "eagle", "EAGLE3"])
 def test_chains_of_eagle_are_served(name: str) -> None:
     asked = EAGLE | {"speculative_algorithm": name}
@@ -80,7 +74,6 @@ def test_chains_of_eagle_are_served(name: str) -> None:
     assert most_queries(flags(**asked), Heads(query=8, kv=4, dim=64)) == 4
 
 
-@only_where_supported
 @pytest.mark.parametrize("name", ["EAGLE", "EAGLE3"])
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -98,7 +91,6 @@ def test_eagle_without_a_chain_or_a_draft_model_is_refused(
     assert all(word in line for word in words), line
 
 
-@only_where_supported
 @pytest.mark.parametrize("name", ["STANDALONE", "EAGLE", "EAGLE3"])
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -115,7 +107,6 @@ def test_what_a_draft_model_may_not_be_is_named(
     assert all(word.format(name=name) in line for word in words), line
 
 
-@only_where_supported
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -133,7 +124,6 @@ def test_other_ways_to_draft_are_refused_by_their_flag(field: str, value: Any) -
     assert f"--{field.replace('_', '-')} {value}" in str(error.value)
 
 
-@only_where_supported
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -149,19 +139,16 @@ def test_what_is_refused_is_named(changes: dict[str, Any], words: tuple[str, ...
     assert all(word in line for word in words), line
 
 
-@only_where_supported
 def test_a_budget_that_ends_by_one_query_is_refused() -> None:
     line = refused(flags(**NGRAM), load_preset("reference", "psa"))
     assert "NGRAM with budget.kind=mass" in line
 
 
-@only_where_supported
 def test_an_untested_version_speculates_in_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "is_tested", lambda: False)
     assert "allowed: unset" in refused(flags(**NGRAM))
 
 
-@only_where_supported
 def test_draft_tokens_and_their_query_heads_have_a_bound() -> None:
     heads = Heads(query=32, kv=8, dim=128)
     assert most_queries(flags(), heads) == 1

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding of SGLang 0.5.17 on a plain CPU: its helpers of chains, in PyTorch.
+"""Speculative decoding of SGLang on a plain CPU: its helpers of chains, in PyTorch.
 
 SGLang has them as Triton and CUDA kernels, and as compiled kernels for its own CPU engine, which
-PyPI does not carry. Seams: ``mem_cache/allocation.py: assign_req_to_token_pool_func``,
+PyPI does not carry. Seams: ``mem_cache/allocation.py: assign_req_to_token_pool_func`` and
+``get_last_loc``, which 0.5.17 calls without drafts, too,
 ``kernels/ops/speculative/cache_locs.py: assign_extend_cache_locs_func``,
 ``speculative/eagle_utils.py: verify_tree_greedy_func`` and ``build_tree_kernel_efficient``,
 ``speculative/spec_utils.py: select_top_k_tokens``, which SGLang compiles,
-``kernels/ops/speculative/eagle.py: fill_bonus_tokens_func``, the one name that
-``speculative/ngram_worker.py`` imports from ``sgl_kernel.speculative``, and the two by which
-``speculative/eagle_worker_common.py: prepare_for_draft`` takes SGLang's own CPU engine.
+``kernels/ops/speculative/eagle.py: fill_bonus_tokens_func``, and the one name that n-grams need
+from ``sgl_kernel.speculative``. For slots of drafts 0.5.23 has a function,
+``cache_locs.py: assign_draft_cache_locs_contiguous_func``; ``speculative/eagle_worker_common.py:
+prepare_for_draft`` of 0.5.17 takes those of SGLang's own CPU engine. ``mem_cache/memory_pool.py:
+MHATokenToKVPool`` of 0.5.23 prepares to move rows.
 """
 
 from __future__ import annotations
@@ -23,6 +26,20 @@ import torch
 from sglang_sparse.devices import is_plain_cpu
 
 _KERNELS = "sgl_kernel.speculative"
+
+
+def get_last_loc(
+    original: Callable[..., torch.Tensor],
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> torch.Tensor:
+    """AROUND hook on ``mem_cache.allocation.get_last_loc``: its PyTorch form on the CPU."""
+    if req_to_token.device.type != "cpu":
+        return original(req_to_token, req_pool_indices, prefix_lens)
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
 def assign_rows(
@@ -237,23 +254,59 @@ def draft_slots(
     out_cache_loc.copy_(req_to_token[req_pool_indices[:, None], behind].flatten())
 
 
-def provide_kernels() -> None:
-    """On the CPU platform, put kernels where SGLang's draft workers look for them.
+def draft_window(
+    original: Callable[..., None],
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    topk: int,
+    num_cols: int,
+    **kwargs: Any,
+) -> None:
+    """AROUND hook on ``cache_locs.assign_draft_cache_locs_contiguous_func``: slots of drafts.
 
-    That is the one kernel that the n-gram worker imports, and the one that the workers of draft
-    models launch without a function around it. ``sgl_kernel`` itself cannot be imported without a
-    GPU's driver, and stays so.
+    Args:
+        original: SGLang's.
+        req_pool_indices: int64 [rows].
+        req_to_token: int32 [request slots, max context].
+        seq_lens: int64 [rows].
+        out_cache_loc: int64 [rows * topk * num_cols], written.
+        topk, num_cols: slots a row are their product.
+        kwargs: positions to write, which SGLang asks for on a GPU alone.
+    """
+    if not out_cache_loc.is_cpu:
+        original(req_pool_indices, req_to_token, seq_lens, out_cache_loc, topk, num_cols, **kwargs)
+        return
+    width = req_to_token.shape[1]
+    draft_slots(req_pool_indices, req_to_token, seq_lens, out_cache_loc, width, topk, num_cols)
+
+
+def prepare_copies(original: Callable[..., None], pool: Any) -> None:
+    """AROUND hook on ``MHATokenToKVPool._init_kv_copy_and_warmup``: rows of chains stay in place.
+
+    A pool of a server that speculates launches the kernel that moves rows of trees.
+    """
+    if torch.device(pool.device).type == "cpu":
+        pool._kv_copy_config = None
+    else:
+        original(pool)
+
+
+def provide_kernels() -> bool:
+    """On the CPU platform, put the kernel there that SGLang imports for n-grams.
+
+    ``sgl_kernel`` itself cannot be imported without a GPU's driver, and stays so.
+
+    Returns:
+        Whether this is the CPU platform.
     """
     if not is_plain_cpu():
-        return
+        return False
     module = ModuleType(_KERNELS)
     module.reconstruct_indices_from_tree_mask = chain_indices  # type: ignore[attr-defined]
     sys.modules.setdefault(_KERNELS, module)
-    from sglang.srt.speculative import eagle_worker_common
-
-    # What it is for SGLang's own CPU engine, and asks in `prepare_for_draft` alone.
-    eagle_worker_common._is_cpu = True
-    eagle_worker_common.assign_draft_cache_locs_contiguous_cpu = draft_slots
+    return True
 
 
 def chain_indices(

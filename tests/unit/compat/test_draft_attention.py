@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
+from sglang_sparse import compat
 from sglang_sparse.backend import inner
 from sglang_sparse.backend.draft_steps import DraftExtension, DraftStep, DraftSteps
 from sglang_sparse.backend.drafts import create_decode_backend, create_draft_extend_backend
@@ -134,8 +136,9 @@ def factory(runner: SimpleNamespace, named: str | None, *, sparse: bool, steps: 
         attach(
             args, SparseLaunch(Resolved(config=config, method="page_minmax", source="", hash=""))
         )
-    runner.server_args = args
-    return DraftBackendFactory(args, runner, 1, steps)
+    runner.server_args, runner.draft_attention_backend = args, named
+    takes_flags = "server_args" in signature(DraftBackendFactory).parameters
+    return DraftBackendFactory(*[args] * takes_flags, runner, 1, steps)
 
 
 HOOKS = [create_decode_backend, create_draft_extend_backend]
@@ -170,7 +173,11 @@ def test_a_dense_server_is_left_alone(runner: SimpleNamespace, hook: Any) -> Non
 
 
 @pytest.mark.parametrize("named", [None, "torch_native"])
-def test_a_cpu_takes_pytorch(runner: SimpleNamespace, named: str | None) -> None:
+def test_a_cpu_takes_pytorch(
+    runner: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    monkeypatch.setattr(compat, "resolved", lambda args: args)
+
     def never(factory: Any) -> None:
         raise AssertionError("SGLang has no draft backend in PyTorch")
 

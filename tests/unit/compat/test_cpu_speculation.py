@@ -6,18 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_sparse.compat.v0517.cpu_speculation import (
+from sglang_sparse.compat.cpu_speculation import (
     assign_rows,
     build_chains,
     chain_indices,
     draft_slots,
+    draft_window,
     extend_chains,
     extend_slots,
     last_accepted,
-    provide_kernels,
     verify_greedy,
 )
-from sglang_sparse.devices import is_plain_cpu
 
 
 def never(*args: object, **kwargs: object) -> None:
@@ -129,20 +128,6 @@ def test_drafts_are_written_behind_their_rows() -> None:
     found = torch.full((6,), -7)
     draft_slots(torch.tensor([2, 0]), table, torch.tensor([5, 9]), found, 12, 1, 3)
     assert found.tolist() == [29, 30, 31, 9, 10, 11]
-
-
-@pytest.mark.skipif(not is_plain_cpu(), reason="SGLang has its own kernels here")
-def test_a_worker_of_draft_models_finds_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.speculative import eagle_worker_common as common
-
-    monkeypatch.setattr(common, "_is_cpu", common._is_cpu)
-    provide_kernels()
-    assert common._is_cpu
-    assert common.assign_draft_cache_locs_contiguous_cpu is draft_slots
-    # Nothing else there asks whether it is SGLang's own CPU engine.
-    assert common.prepare_for_draft.__code__.co_names.count("_is_cpu") == 1
-    others = [f for f in vars(common).values() if getattr(f, "__module__", "") == common.__name__]
-    asking = [
-        f.__name__ for f in others if "_is_cpu" in getattr(f, "__code__", never.__code__).co_names
-    ]
-    assert asking == ["prepare_for_draft"]
+    again = torch.full((6,), -7)
+    draft_window(never, torch.tensor([2, 0]), table, torch.tensor([5, 9]), again, 1, 3)
+    assert again.tolist() == found.tolist()
