@@ -200,8 +200,8 @@ def refusals() -> str:
                 "sparse`.",
                 "",
                 *table(
-                    ("flag or variable", "allowed", "why"),
-                    ((f"`{one.flag}`", one.allowed, one.problem) for one in group),
+                    ("flag or variable", "only with", "allowed", "why"),
+                    ((f"`{one.flag}`", one.room, one.allowed, one.problem) for one in group),
                 ),
             ]
             continue

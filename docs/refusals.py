@@ -3,7 +3,7 @@
 
 A refusal is built by `ConfigError(...)`, by `InvalidConfig(...)`, or by a helper that returns one.
 Calls are expanded until the four texts are known; what only a run can tell is `BLANK`. The rules
-of `sglang_sparse_radix.refusals` and `sglang_sparse.checks` are data, and are imported.
+of `sglang_sparse_radix.refusals` and `sglang_sparse` are data, and are imported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Refusal:
     """One refusal; `BLANK` stands for what depends on the setting.
 
     Attributes:
-        room: the folder of the file that raises it, such as `config`.
+        room: the folder of the file that raises it, such as `config`; of a rule what it holds with,
+            nothing if it always holds.
         module: that file, such as `checks`.
         line: its line there; 0 for a rule.
         flag: the flag, key or file that carried the setting.
@@ -203,16 +204,19 @@ def _read(file: Path) -> _Module:
 
 def _rules() -> Iterator[Refusal]:
     """The refusals that are data: server flags and environment switches."""
-    from sglang_sparse import checks
+    from sglang_sparse import bounded, checks, placed, windowed
     from sglang_sparse_radix import refusals
 
-    for module in (checks, refusals):
-        for rules in vars(module).values():
-            for rule in rules if isinstance(rules, tuple) else ():
-                if isinstance(rule, refusals.Rule):
-                    yield Refusal(
-                        "", "rules", 0, rule.flag, rule.why, rule.allowed_text, rule.remedy
-                    )
+    holding_with = {
+        "": (*refusals.RULES, *checks.ATTENTION_RULES),
+        "`--enable-hierarchical-cache`": refusals.HOST_TIER_RULES,
+        "`placement.kind` `host`": placed.PLACED_RULES,
+        "`retention.kind` `cascade`": bounded.BOUNDED_RULES,
+        "`retention.kind` `streaming_window`": windowed.WINDOWED_RULES,
+    }
+    for what, rules in holding_with.items():
+        for rule in rules:
+            yield Refusal(what, "rules", 0, rule.flag, rule.why, rule.allowed_text, rule.remedy)
     for switch, why in refusals._SWITCHES.items():
         yield Refusal("", "rules", 0, switch, why, "unset", f"unset {switch}")
 

@@ -20,15 +20,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SAFE = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+LAUNCH = ["-m", "sglang.launch_server"]
 COMMON = ["--disable-custom-all-reduce", "--cuda-graph-backend-prefill=disabled"]
 ANSWER_SECONDS = 120
+
+
+class Line(NamedTuple):
+    """How to start a server: its GPUs, as CUDA_VISIBLE_DEVICES has them, and its flags.
+
+    ``in_one``: ranks whose arithmetic a server of one rank has, see ``ranks_in_one.py``.
+    """
+
+    devices: str
+    flags: list[str]
+    in_one: int = 1
 
 
 @dataclass
@@ -90,7 +102,7 @@ class Server:
         self.process.wait()
 
 
-def start(name: str, port: int, devices: str, args: list[str], logs: Path) -> Server:
+def start(name: str, port: int, line: Line, logs: Path) -> Server:
     """Start a server whose processes write their stacks on SIGUSR1."""
     site = logs / "site"
     site.mkdir(exist_ok=True)
@@ -98,9 +110,13 @@ def start(name: str, port: int, devices: str, args: list[str], logs: Path) -> Se
         "import faulthandler, signal\nfaulthandler.register(signal.SIGUSR1, all_threads=True)\n"
     )
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | SAFE | {"CUDA_VISIBLE_DEVICES": devices, "PYTHONPATH": path}
+    environment = os.environ | SAFE | {"CUDA_VISIBLE_DEVICES": line.devices, "PYTHONPATH": path}
+    program = LAUNCH
+    if line.in_one > 1:
+        program = [str(Path(__file__).with_name("ranks_in_one.py"))]
+        environment["RANKS_IN_ONE"] = str(line.in_one)
     log = logs / f"{name}.log"
-    command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port), *COMMON, *args]
+    command = [sys.executable, *program, "--port", str(port), *COMMON, *line.flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--skip-server-warmup"],
@@ -157,13 +173,13 @@ class Report:
 
 @contextmanager
 def started(
-    lines: dict[str, tuple[str, list[str]]], report: Report, logs: Path, first_port: int
+    lines: dict[str, Line], report: Report, logs: Path, first_port: int
 ) -> Iterator[dict[str, Server]]:
-    """Servers by their devices and flags; yields those that answered a prompt, and ends all."""
+    """Servers by name; yields those that answered a prompt, and ends all."""
     began, servers = time.monotonic(), {}
     try:
-        for index, (name, (devices, flags)) in enumerate(lines.items()):
-            servers[name] = start(name, first_port + 50 * index, devices, flags, logs)
+        for index, (name, line) in enumerate(lines.items()):
+            servers[name] = start(name, first_port + 50 * index, line, logs)
 
         def answers(server: Server) -> bool:
             found = first_answer(server, began)

@@ -4,8 +4,8 @@
     python3 loadtest/tensor_parallel.py --ranks 2 --out tensor-parallel.json --commit HASH
 
 Part `answers`: for each method the reference model with one rank and with several, and whether they
-answer as one does. A third server has one rank and computes in float16: what it answers otherwise
-is the work of rounding alone.
+answer as one does. A third server has one rank that computes and adds projections as several do
+(`ranks_in_one.py`): what it answers otherwise is the work of rounding alone.
 
 Part `speed`: a Llama-3.1-8B shape with dummy weights, dense and sparse, with as many ranks, and the
 time per output token at long separate prompts.
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from compare_latency import gpu
-from rank_servers import Report, Server, started
+from rank_servers import Line, Report, Server, started
 
 MODEL = Path(__file__).parents[1] / "configs" / "reference" / "model"
 LLAMA = {
@@ -71,7 +71,6 @@ TOKENS = (16, 80)
 # Rounding may prefer either of two logits that differ by less: two bf16 steps of logits below 32.
 TIE = 0.25
 ANSWER_TOKENS = 16
-ROUNDED = ["--dtype", "float16"]
 # What each of the ranks, and the only one, have counted alike.
 COUNTERS = ("decode_steps", "prefill_batches", "plane_reuse")
 
@@ -112,24 +111,28 @@ def ask_all(servers: list[Server], prompts: list[Prompt]) -> list[list[dict[str,
     ]
 
 
-def compare(asked: list[list[dict[str, Any]]], prompts: list[Prompt]) -> dict[str, Any]:
-    """Answers of several ranks, and of one that rounds otherwise, beside those of one.
+def compare(
+    asked: list[list[dict[str, Any]]], prompts: list[Prompt], wider: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Answers of several ranks, and of one that adds as they do, beside those of one.
 
-    ``asked``: what one rank, several ranks, and the one that rounds otherwise answer.
+    ``asked``: what one rank, several ranks, and the one that adds alike answer; ``wider``: of
+    :func:`wider_gaps`.
 
     ``ok``: several begin 95 % of their answers as one does, and diverge at near ties, at gaps of
-    at most ``TIE``. No answer ends early. What rounding changes is for the reader to weigh.
+    at most ``TIE``, or where one that adds alike says the same. No answer ends early.
     """
     lengths = [tokens for _, tokens in prompts]
     ranks = differences([(a, b) for a, b, _ in asked], lengths)
-    rounding = differences([(a, c) for a, _, c in asked], lengths)
-    near = all(gap <= TIE for gap in ranks["gaps_where_they_diverge"])
+    explained = all(gap["as_one_that_adds_alike"] for gap in wider)
     return {
         "prompts": len(prompts),
         "tokens": len(prompts[0].ids),
         **ranks,
-        "by_rounding_alone": rounding,
-        "ok": ranks["same_first_token"] >= 0.95 and near and not ranks["cut_short"],
+        "by_rounding_alone": differences([(a, c) for a, _, c in asked], lengths),
+        "beside_one_that_adds_alike": differences([(c, b) for _, b, c in asked], lengths),
+        "wider": wider,
+        "ok": ranks["same_first_token"] >= 0.95 and explained and not ranks["cut_short"],
     }
 
 
@@ -139,12 +142,13 @@ def wider_gaps(
     prompts: list[Prompt],
     nearby: tuple[float, ...],
 ) -> list[dict[str, Any]]:
-    """Gaps above ``TIE``, each with the budgets at which the only rank answers as several do.
+    """Gaps above ``TIE``, and who else says there what several ranks say.
 
-    Where there are some, what is selected is near a tie. The rank serves more requests for it.
+    That is the one that adds alike, and the only rank at some of the budgets ``nearby``: then what
+    is selected is near a tie. It serves more requests for that.
     """
     found = []
-    for (ids, tokens), (a, b, _) in zip(prompts, asked, strict=True):
+    for (ids, tokens), (a, b, c) in zip(prompts, asked, strict=True):
         apart, gap = divergence(a, b)
         if gap is not None and gap > TIE:
             want = said(b)[: apart + 1]
@@ -153,7 +157,10 @@ def wider_gaps(
                 for budget in nearby
             }
             same = [budget for budget, reply in replies.items() if reply[: apart + 1] == want]
-            found.append({"gap": gap, "as_one_rank_at_budgets": same})
+            alike = said(c)[: apart + 1] == want
+            found.append(
+                {"gap": gap, "as_one_that_adds_alike": alike, "as_one_rank_at_budgets": same}
+            )
     return found
 
 
@@ -267,7 +274,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
     common += ["--dtype", args.dtype]
     asking = prompts_of(args.prompts) if args.prompts else repeating(40, 3000, 2000)
-    lines: dict[str, tuple[str, list[str]]] = {}
+    lines: dict[str, Line] = {}
     for number, method in enumerate(methods):
         flags = [*common, "--sparse-method", method]
         unit, budgets = NEARBY[method]
@@ -275,19 +282,18 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
         flags += ["--sparse-config", json.dumps(config)]
         # Servers of one rank are spread over the GPUs.
         first, second = (str((2 * number + other) % ranks) for other in (0, 1))
+        alone = [*flags, "--model-path", str(one)]
+        together = [*flags, "--model-path", str(several), "--tp", str(ranks)]
         lines |= {
-            f"{method} one": (first, [*flags, "--model-path", str(one)]),
-            f"{method} several": (
-                devices_of(ranks),
-                [*flags, "--model-path", str(several), "--tp", str(ranks)],
-            ),
-            f"{method} rounded": (second, [*flags, "--model-path", str(one), *ROUNDED]),
+            f"{method} one": Line(first, alone),
+            f"{method} several": Line(devices_of(ranks), together),
+            f"{method} alike": Line(second, alone, in_one=ranks),
         }
     found: dict[str, Any] = {}
     with started(lines, report, logs, args.port) as servers:
 
         def ask(method: str) -> None:
-            names = [f"{method} {which}" for which in ("one", "several", "rounded")]
+            names = [f"{method} {which}" for which in ("one", "several", "alike")]
             if not servers.keys() >= set(names):
                 return
             asked = [servers[name] for name in names]
@@ -297,8 +303,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
             each = [{c: of[c] for c in COUNTERS} for of in (states[0], *states[1]["ranks"])]
             # Only now, since the only rank counts what it is asked for this, too.
             wider = wider_gaps(asked[0], replies, asking, NEARBY[method][1])
-            found[method] = compare(replies, asking) | {
-                "wider": wider,
+            found[method] = compare(replies, asking, wider) | {
                 "counted": each[0],
                 "counted_alike": each == each[:1] * (1 + ranks),
                 "blocks": [blocks(state) for state in states],
@@ -323,8 +328,8 @@ def speed(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     shape += ["--max-total-tokens", str(args.batch * (args.context + 512) + 8192)]
     sparse = ["--attention-backend", "sparse", "--sparse-method", args.method]
     lines = {
-        "sparse": (devices_of(args.ranks), [*shape, *sparse]),
-        "dense": (devices_of(args.ranks), [*shape, "--attention-backend", "flashinfer"]),
+        "sparse": Line(devices_of(args.ranks), [*shape, *sparse]),
+        "dense": Line(devices_of(args.ranks), [*shape, "--attention-backend", "flashinfer"]),
     }
     found = {}
     with started(lines, report, logs, args.port) as servers:

@@ -52,6 +52,12 @@ ATTENTION_RULES = (
     Rule("enable_multi_layer_eagle", _OFF, "drafts of several layers in turn are not tested"),
     Rule("speculative_draft_window_size", (None,), "a draft model with a window is not tested"),
     Rule("speculative_use_rejection_sampling", _OFF, "other rules of acceptance are not tested"),
+    Rule("speculative_use_block_verification", _OFF, "other rules of acceptance are not tested"),
+    Rule(
+        "speculative_draft_kv_cache_dtype",
+        (None, "auto", "bf16", "bfloat16"),
+        "fp8 KV is not tested with draft tokens",
+    ),
     Rule("dp_size", (1, None), "copies of the model behind one server are not tested"),
     Rule("nnodes", (1, None), "ranks on several hosts are not tested"),
     Rule("grpc_mode", _OFF, "its requests bypass the check of custom_params"),

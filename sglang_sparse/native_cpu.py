@@ -10,6 +10,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from sglang_sparse.checks import BACKEND
 from sglang_sparse.platform_cpu import (
     CORES_OF_RANKS,
     MAX_RUNNING_REQUESTS,
@@ -27,6 +28,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     # OOT is what makes SGLang ask this class for its pools and take `forward_native` everywhere.
     _enum = PlatformEnum.OOT
+    _sparse = False
 
     def get_device(self, device_id: int | None = 0) -> str:
         """Name of the device that a start without ``--device`` takes.
@@ -41,6 +43,7 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
         If no backend was asked for, SGLang has already chosen its AMX attention, whose kernels are
         missing wherever this platform serves.
         """
+        self._sparse = server_args.attention_backend == BACKEND
         if server_args.attention_backend == "intel_amx":
             server_args.attention_backend = self.get_default_attention_backend()
         if server_args.max_total_tokens is None:
@@ -61,8 +64,8 @@ class NativeCpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.grammar_backend = "none"
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Those whose kernels :mod:`sglang_sparse.compat.cpu_speculation` has; 0.5.23 asks."""
-        return algorithm in ALGORITHMS
+        """Those that a sparse server has kernels for; 0.5.23 asks, after it set defaults."""
+        return self._sparse and algorithm in ALGORITHMS
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

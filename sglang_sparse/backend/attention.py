@@ -132,7 +132,7 @@ class SparseAttentionBackend(AttentionBackend):
             ranks=heads.ranks,
         )
         self.extend.warm_up(softmax)
-        self._selected: Variant | None = None
+        self._selected: Variant | None = None  # by an SGLang that asks
 
     def _seen_by_inner(self, runner: ModelRunner) -> Any:
         """The runner as the inner backend sees it."""
@@ -183,7 +183,7 @@ class SparseAttentionBackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Eager entry: plan a decode batch, or record the positions that a prefill batch writes."""
         if _decodes(forward_batch):
-            self._inner.variant = self.decode.choose(forward_batch)
+            self._inner.variant = self.decode.begin(self.decode.choose(forward_batch))
             self.decode.plan_batch(forward_batch, graph=False)
         else:
             self._inner.variant = "dense"
@@ -199,20 +199,18 @@ class SparseAttentionBackend(AttentionBackend):
         self._inner.variant = (
             compat.current().variant_being_captured()
             if in_capture
-            else self._take_variant(forward_batch)
+            else self.decode.begin(self._selected or self.decode.choose(forward_batch))
         )
         self.decode.plan_batch(forward_batch, graph=True)
         self._inner.plan(forward_batch, graph=True, in_capture=in_capture)
 
     def select_variant(self, forward_batch: ForwardBatch) -> Variant:
-        """Choose the graph of a decode batch before it is planned, for an SGLang that asks."""
+        """Choose the graph of a decode batch, for an SGLang that asks before it plans each.
+
+        It may ask again before it replays the batch.
+        """
         self._selected = self.decode.choose(forward_batch)
         return self._selected
-
-    def _take_variant(self, forward_batch: ForwardBatch) -> Variant:
-        """The graph variant that SGLang asked for before, else a choice made now."""
-        selected, self._selected = self._selected, None
-        return selected or self.decode.choose(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self._inner.current.init_forward_metadata_in_graph(forward_batch)

@@ -88,7 +88,10 @@ class DecodeSteps:
         # Without a host copy the sparse variant is right for any length, and never syncs.
         min_tokens = self._config.min_sparse_tokens
         short = lens is not None and self._requests.longest_sparse(lens) < min_tokens
-        variant: Variant = "dense" if short or not self._programs else "sparse"
+        return "dense" if short or not self._programs else "sparse"
+
+    def begin(self, variant: Variant) -> Variant:
+        """Count a batch that is planned for ``variant``, and return that."""
         self.planned[variant] += 1
         return variant
 

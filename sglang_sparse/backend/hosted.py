@@ -46,7 +46,6 @@ class HostedDecode(DecodeSteps):
 
     def choose(self, forward_batch: ForwardBatch) -> Variant:
         """Always sparse: the inner backend finds no keys in a decode batch."""
-        self.planned["sparse"] += 1
         return "sparse"
 
     def plan_batch(self, forward_batch: ForwardBatch, *, graph: bool) -> None:
@@ -153,7 +152,7 @@ class HostedAttentionBackend(SparseAttentionBackend):
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata(forward_batch)
             return
-        self._inner.variant = self.decode.choose(forward_batch)
+        self._inner.variant = self.decode.begin(self.decode.choose(forward_batch))
         self.decode.plan_batch(forward_batch, graph=False)
 
     def init_forward_metadata_out_graph(
@@ -162,7 +161,8 @@ class HostedAttentionBackend(SparseAttentionBackend):
         """See `SparseAttentionBackend`."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             raise RuntimeError("prefill is captured whole; check_resolved should have refused it")
-        self._inner.variant = "sparse" if in_capture else self.decode.choose(forward_batch)
+        variant = self.decode.choose(forward_batch)
+        self._inner.variant = variant if in_capture else self.decode.begin(variant)
         self.decode.plan_batch(forward_batch, graph=True)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:

@@ -3,15 +3,15 @@
 
 SGLang has them as Triton and CUDA kernels, and as compiled kernels for its own CPU engine, which
 PyPI does not carry. Seams: ``mem_cache/allocation.py: assign_req_to_token_pool_func`` and
-``get_last_loc``, which 0.5.17 calls without drafts, too,
+``get_last_loc``,
 ``kernels/ops/speculative/cache_locs.py: assign_extend_cache_locs_func``,
 ``speculative/eagle_utils.py: verify_tree_greedy_func`` and ``build_tree_kernel_efficient``,
 ``speculative/spec_utils.py: select_top_k_tokens``, which SGLang compiles,
 ``kernels/ops/speculative/eagle.py: fill_bonus_tokens_func``, and the one name that n-grams need
-from ``sgl_kernel.speculative``. For slots of drafts 0.5.23 has a function,
-``cache_locs.py: assign_draft_cache_locs_contiguous_func``; ``speculative/eagle_worker_common.py:
-prepare_for_draft`` of 0.5.17 takes those of SGLang's own CPU engine. ``mem_cache/memory_pool.py:
-MHATokenToKVPool`` of 0.5.23 prepares to move rows.
+from ``sgl_kernel.speculative``. For slots of a step, which drafts and their verification write,
+0.5.23 has ``cache_locs.py: assign_draft_cache_locs_contiguous_func``;
+``speculative/eagle_worker_common.py: prepare_for_draft`` of 0.5.17 takes those of SGLang's own CPU
+engine. ``mem_cache/memory_pool.py: MHATokenToKVPool`` of 0.5.23 prepares to move rows.
 """
 
 from __future__ import annotations
@@ -264,7 +264,9 @@ def draft_window(
     num_cols: int,
     **kwargs: Any,
 ) -> None:
-    """AROUND hook on ``cache_locs.assign_draft_cache_locs_contiguous_func``: slots of drafts.
+    """AROUND hook on ``cache_locs.assign_draft_cache_locs_contiguous_func``: slots of a step.
+
+    Verification and the draft model's extension write those of the drafts, and one more.
 
     Args:
         original: SGLang's.

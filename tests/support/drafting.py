@@ -32,7 +32,7 @@ EAGLE3 = [
     *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "{DRAFTERS}/eagle3"),
     *DRAFT_MODEL[4:],
 ]
-# SGLang compiles its n-gram corpus, whose sources once lacked an include that compilers need.
+# SGLang compiles its n-gram corpus, whose sources once lacked an include that GCC 12 needs.
 COMPILER = {"CXX": "c++ -include cstddef"} if version("sglang") == "0.5.17" else {}
 SMALL_MODEL = ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "small"]
 

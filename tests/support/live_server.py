@@ -113,10 +113,18 @@ class LiveServer:
         self.close()
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
 
-    def wait_until_ended(self) -> int:
-        """Exit status of a server that is expected to refuse its flags; not of a forked one."""
-        assert self._process is not None
-        return self._process.wait(timeout=START_SECONDS)
+    def wait_until_ended(self) -> int | None:
+        """Exit status of a server that is expected to refuse its flags; None of a forked one.
+
+        Raises:
+            TimeoutError: it still runs.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the server still runs:\n{self.log.read_text()[-4000:]}")
+            time.sleep(0.2)
+        return None if self._process is None else self._process.returncode
 
     def is_alive(self) -> bool:
         """True while the process runs."""

@@ -13,10 +13,13 @@ from types import SimpleNamespace
 import pytest
 from scripts import DOCS, ROOT
 
-from sglang_sparse.checks import ATTENTION_RULES, check_flags
+from sglang_sparse.bounded import BOUNDED_RULES
+from sglang_sparse.checks import ATTENTION_RULES, check_flags, check_rules
 from sglang_sparse.config import ConfigError, Geometry, configs_dir, load_preset, resolve
 from sglang_sparse.metrics import COUNTERS
+from sglang_sparse.placed import PLACED_RULES
 from sglang_sparse.request_options import parse
+from sglang_sparse.windowed import WINDOWED_RULES
 from sglang_sparse_radix.refusals import HOST_TIER_RULES, RULES, Rule
 
 import refusals  # isort: skip
@@ -174,3 +177,19 @@ def test_a_refused_flag_is_one_of_the_listed_refusals(rule: Rule) -> None:
     with pytest.raises(ConfigError) as caught:
         check_flags(args, load_preset("generic", "sparcas"))  # type: ignore[arg-type]
     assert any(one.matches(str(caught.value)) for one in refusals.all_refusals()), caught.value
+
+
+@pytest.mark.parametrize(
+    ("rule", "what"),
+    [
+        *((rule, "`retention.kind` `cascade`") for rule in BOUNDED_RULES),
+        *((rule, "`retention.kind` `streaming_window`") for rule in WINDOWED_RULES),
+        *((rule, "`placement.kind` `host`") for rule in PLACED_RULES),
+    ],
+    ids=lambda given: getattr(given, "field", given),
+)
+def test_a_flag_refused_with_one_kind_is_listed_with_that_kind(rule: Rule, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_rules(SimpleNamespace(**{rule.field: "refused"}), (rule,))  # type: ignore[arg-type]
+    listed = [one for one in refusals.all_refusals() if one.room == what]
+    assert any(one.matches(str(caught.value)) for one in listed), caught.value

@@ -5,6 +5,8 @@
     A ``ServerArgs`` is a record of what was asked; resolved values are read through a view.
 ``layers/attention/graph_variants.py: create_attention_graph_variants``
     SGLang's own variants of a decode graph: ours are dense and sparse.
+    ``model_executor/runner/decode_cuda_graph_runner.py:
+    DecodeCudaGraphRunner._resolve_attention_variant`` picks one for a batch.
     ``model_executor/runner_utils/capture_mode.py: get_capture_attention_variant`` tells which one
     is captured.
 ``mem_cache/radix_cache.py: RadixCache.checkpoint``
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 _SRT = "sglang.srt"
 _CPU_SPECULATION = "sglang_sparse.compat.cpu_speculation"
+_GRAPHS = "sglang_sparse.compat.v0523.graphs"
+_RUNNER = f"{_SRT}.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _TREE = f"{_SRT}.mem_cache.radix_cache.RadixCache"
 
 MARKER = "srt/layers/attention/graph_variants.py"
@@ -63,9 +67,10 @@ HOOKS = (
     ),
     Hook(
         f"{_SRT}.layers.attention.graph_variants.create_attention_graph_variants",
-        "sglang_sparse.compat.v0523.graphs:create_attention_graph_variants",
+        f"{_GRAPHS}:create_attention_graph_variants",
         "around",
     ),
+    Hook(f"{_RUNNER}._resolve_attention_variant", f"{_GRAPHS}:resolve_attention_variant", "around"),
 )
 
 SEAMS = (
@@ -73,6 +78,7 @@ SEAMS = (
     f"{_SRT}.server_args.ServerArgs.resolve_once",
     f"{_SRT}.arg_groups.overrides.resolving_view",
     f"{_SRT}.model_executor.runner_utils.capture_mode.get_capture_attention_variant",
+    f"{_SRT}.platforms.interface.SRTPlatform.supports_speculative_algorithm",
     f"{_TREE}.checkpoint",
     f"{_TREE}.free_kv_row",
     f"{_SRT}.mem_cache.unified_radix_cache.UnifiedRadixCache.release_swa_prefix_lock",

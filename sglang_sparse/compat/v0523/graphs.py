@@ -2,8 +2,10 @@
 """Two decode graphs a batch size, as the variants that SGLang 0.5.23 captures and picks itself.
 
 Seams: ``layers/attention/graph_variants.py: AttentionGraphVariants``,
-``create_attention_graph_variants``; ``model_executor/runner_utils/capture_mode.py:
-get_capture_attention_variant``; ``model_executor/forward_context.py: get_attn_backend``.
+``create_attention_graph_variants``; ``model_executor/runner/decode_cuda_graph_runner.py:
+DecodeCudaGraphRunner._resolve_attention_variant``, which SGLang calls before it plans a batch and
+again before it replays one that was planned earlier, within a forward or, for drafts, before it;
+``model_executor/runner_utils/capture_mode.py: get_capture_attention_variant``.
 """
 
 from __future__ import annotations
@@ -19,16 +21,12 @@ if TYPE_CHECKING:
 
 
 class SparseGraphVariants:
-    """SGLang's ``AttentionGraphVariants`` with a dense and a sparse graph."""
+    """SGLang's ``AttentionGraphVariants`` with a dense and a sparse graph.
+
+    Which one a batch takes, the runner's backend says, see :func:`resolve_attention_variant`.
+    """
 
     capture_labels: ClassVar[tuple[str, ...]] = VARIANTS
-
-    def select(self, forward_batch: ForwardBatch) -> Variant:
-        """The graph of a decode batch, which the backend then plans."""
-        from sglang.srt.model_executor.forward_context import get_attn_backend
-
-        variant: Variant = get_attn_backend().select_variant(forward_batch)
-        return variant
 
 
 def create_attention_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
@@ -38,6 +36,16 @@ def create_attention_graph_variants(original: Callable[[Any], Any], hf_config: A
     if launch_of(current_server_args()) is None:
         return original(hf_config)
     return SparseGraphVariants()
+
+
+def resolve_attention_variant(
+    original: Callable[..., str | None], runner: Any, forward_batch: ForwardBatch, bs: int
+) -> str | None:
+    """AROUND hook on ``DecodeCudaGraphRunner._resolve_attention_variant``: the backend chooses."""
+    if not isinstance(runner.attention_graph_variants, SparseGraphVariants):
+        return original(runner, forward_batch, bs)
+    variant: Variant = runner.attn_backend.select_variant(forward_batch)
+    return variant
 
 
 def variant_being_captured() -> Variant:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -14,7 +16,9 @@ from sglang_sparse.compat.cpu_speculation import (
     draft_window,
     extend_chains,
     extend_slots,
+    get_last_loc,
     last_accepted,
+    prepare_copies,
     verify_greedy,
 )
 
@@ -131,3 +135,34 @@ def test_drafts_are_written_behind_their_rows() -> None:
     again = torch.full((6,), -7)
     draft_window(never, torch.tensor([2, 0]), table, torch.tensor([5, 9]), again, 1, 3)
     assert again.tolist() == found.tolist()
+
+
+def test_elsewhere_sglangs_own_functions_take_what_they_are_given() -> None:
+    asked: list[tuple[tuple[object, ...], dict[str, object]]] = []
+
+    def original(*args: object, **kwargs: object) -> None:
+        asked.append((args, kwargs))
+
+    def empty() -> torch.Tensor:
+        return torch.empty(3, device="meta")
+
+    slots = (empty(), empty(), empty(), empty(), 1, 3)
+    positions = empty()
+    draft_window(original, *slots, positions=positions)
+    rows = (empty(), empty(), empty())
+    get_last_loc(original, *rows)
+    pool = SimpleNamespace(device="cuda")
+    prepare_copies(original, pool)
+    given = [slots, rows, (pool,)]
+    assert [[id(one) for one in args] for args, _ in asked] == [[*map(id, one)] for one in given]
+    assert [kwargs.keys() for _, kwargs in asked] == [{"positions"}, set(), set()]
+    assert asked[0][1]["positions"] is positions
+
+
+def test_the_last_slot_of_a_prefix_and_a_pool_that_moves_no_rows() -> None:
+    table = torch.arange(48, dtype=torch.int32).view(4, 12)
+    found = get_last_loc(never, table, torch.tensor([2, 0, 1]), torch.tensor([5, 0, 12]))
+    assert found.tolist() == [28, -1, 23]
+    pool = SimpleNamespace(device="cpu")
+    prepare_copies(never, pool)
+    assert pool._kv_copy_config is None

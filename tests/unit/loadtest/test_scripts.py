@@ -221,10 +221,10 @@ class Answering:
         ]
 
 
-def compared(one: Any, several: Any, rounded: Any, prompts: list[Any]) -> dict[str, Any]:
-    return tensor_parallel.compare(
-        tensor_parallel.ask_all([one, several, rounded], prompts), prompts
-    )
+def compared(one: Any, several: Any, alike: Any, prompts: list[Any]) -> dict[str, Any]:
+    asked = tensor_parallel.ask_all([one, several, alike], prompts)
+    wider = tensor_parallel.wider_gaps(one, asked, prompts, ())
+    return tensor_parallel.compare(asked, prompts, wider)
 
 
 def test_ranks_whose_answers_end_early_are_not_equal() -> None:
@@ -236,19 +236,21 @@ def test_ranks_whose_answers_end_early_are_not_equal() -> None:
         assert (found["ok"], found["cut_short"]) == (False, 2)
 
 
-def test_ranks_diverge_at_near_ties_whatever_rounding_does() -> None:
+def test_ranks_diverge_at_near_ties_or_where_one_that_adds_alike_does() -> None:
     prompts = tensor_parallel.repeating(2, 50, 1000)
     other = Answering([7, *[8] * 15])
-    for gap, ok in ((0.2, True), (0.3, False)):
+    later = Answering([7, 7, *[8] * 14])
+    for gap, near in ((0.2, True), (0.3, False)):
         one = Answering([7] * 16, gap=gap)
-        for rounded in (one, other):
-            found = compared(one, other, rounded, prompts)
+        for alike in (one, other, later):
+            found = compared(one, other, alike, prompts)
             assert (found["ok"], found["same_first_token"], found["same_tokens"]) == (
-                ok,
+                near or alike is other,
                 1,
                 0,
             )
-            assert found["by_rounding_alone"]["same_tokens"] == (rounded is one)
+            assert found["by_rounding_alone"]["same_tokens"] == (alike is one)
+            assert found["beside_one_that_adds_alike"]["same_tokens"] == (alike is other)
     first = Answering([8, *[7] * 15])
     assert not compared(one, first, first, prompts)["ok"]
 
@@ -257,10 +259,10 @@ def test_wide_gaps_come_with_the_budgets_at_which_one_rank_answers_alike() -> No
     prompts = tensor_parallel.repeating(2, 50, 1000)
     other = [7, 7, 8, *[9] * 13]
     one = Answering([7] * 16, gap=0.3, at={240: [7, 7, 8, 1], 272: [8] * 16})
-    assert not compared(one, Answering(other), one, prompts)["ok"]
     asked = tensor_parallel.ask_all([one, Answering(other), one], prompts)
     found = tensor_parallel.wider_gaps(one, asked, prompts, (240, 272, 288))
-    assert found == [{"gap": 0.3, "as_one_rank_at_budgets": [240]}] * 2
+    gap = {"gap": 0.3, "as_one_that_adds_alike": False, "as_one_rank_at_budgets": [240]}
+    assert found == [gap] * 2
     near = Answering([7] * 16, gap=0.2, at=one.at)
     asked = tensor_parallel.ask_all([near, Answering(other), near], prompts)
     assert tensor_parallel.wider_gaps(near, asked, prompts, (240,)) == []

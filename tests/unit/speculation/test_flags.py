@@ -113,6 +113,8 @@ def test_what_a_draft_model_may_not_be_is_named(
         ("enable_multi_layer_eagle", True),
         ("speculative_draft_window_size", 1024),
         ("speculative_use_rejection_sampling", True),
+        ("speculative_use_block_verification", True),
+        ("speculative_draft_kv_cache_dtype", "fp8_e4m3"),
         ("speculative_adaptive", True),
         ("speculative_eagle_topk", 4),
     ],

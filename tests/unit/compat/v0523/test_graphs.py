@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.forward_context import has_forward_context
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner_utils import capture_mode
 from sglang.srt.plugins import load_plugins
@@ -30,7 +30,13 @@ def test_a_sparse_server_captures_both(variants):
     assert set(variants.capture_labels) == {"dense", "sparse"}
 
 
-def test_the_backend_selects_the_graph_of_a_batch(variants):
+def resolve(runner: object, batch: object) -> str | None:
+    """What SGLang's runner asks for a batch of four, through the hook."""
+    runner_class = decode_cuda_graph_runner.DecodeCudaGraphRunner
+    return runner_class._resolve_attention_variant(runner, batch, 4)
+
+
+def test_the_runners_backend_selects_the_graph_of_a_batch(variants):
     asked = []
 
     def select(batch):
@@ -38,9 +44,16 @@ def test_the_backend_selects_the_graph_of_a_batch(variants):
         return "sparse"
 
     backend = SimpleNamespace(select_variant=select)
-    with forward_context(ForwardContext(attn_backend=backend)):
-        assert variants.select("the batch") == "sparse"
+    runner = SimpleNamespace(attention_graph_variants=variants, attn_backend=backend)
+    assert not has_forward_context()  # a verification is planned before its forward
+    assert resolve(runner, "the batch") == "sparse"
     assert asked == ["the batch"]
+
+
+def test_other_runners_select_as_they_do(variants):
+    own = SimpleNamespace(select=lambda batch: f"own of {batch}")
+    assert resolve(SimpleNamespace(attention_graph_variants=own), "the batch") == "own of the batch"
+    assert resolve(SimpleNamespace(attention_graph_variants=None), "the batch") is None
 
 
 @pytest.mark.parametrize("label", ["dense", "sparse"])
