@@ -74,9 +74,14 @@ def picture() -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     # Hundredths of a point are finer than any screen; indentation is a fifth of the file.
-    text = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", buffer.getvalue())
-    # So are names of groups, a turn by nothing, and the same font in each text.
+    text = re.sub(
+        r"\d+\.\d{3,}",
+        lambda number: f"{float(number[0]):.2f}".rstrip("0").rstrip("."),
+        buffer.getvalue(),
+    )
+    # So are names of groups, a turn by nothing, who made it, and the same font in each text.
     text = re.sub(r'(?<=<g) id="[^"]*"| transform="rotate\(-0 [^"]*"', "", text)
+    text = re.sub(r"<metadata>.*</metadata>|<!DOCTYPE[^>]*>", "", text, flags=re.DOTALL)
     font = re.search(r"font-family: [^;\"]*(?=;)", text)
     assert font is not None
     text = text.replace(f"{font[0]}; ", "").replace("<svg ", f'<svg style="{font[0]}" ', 1)

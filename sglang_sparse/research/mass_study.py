@@ -237,7 +237,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     both[0].set(ylabel="accuracy over dense")
     both[0].legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(folder / "mass_accuracy.png", dpi=120)
+    figure.savefig(folder / "mass_accuracy.png", dpi=90)
 
     name = result["best"]["each_task"]["mass"] or result["best"]["mixed"]["mass"]
     if name is None:
@@ -252,7 +252,7 @@ def draw(result: dict[str, Any], folder: Path) -> None:
     axes.set(xlabel="layer", ylabel="KV tokens touched by a head", yscale="log", title=name)
     axes.legend(fontsize="small")
     figure.tight_layout()
-    figure.savefig(folder / "mass_layers.png", dpi=120)
+    figure.savefig(folder / "mass_layers.png", dpi=90)
 
 
 def main() -> None:
