@@ -21,6 +21,8 @@ OTHER_FIELDS: set[str] = {
     "enable_kv_cache_sharding",
     "enable_pd_role_switch",
     "enable_unified_cache_external_linker",
+    "speculative_draft_kv_cache_dtype",
+    "speculative_use_block_verification",
 }  # flags that rules name for other versions
 TREE_SWITCHES: tuple[str, ...] = (
     "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
