@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-versions test-unit test-e2e test-alone other-install lint format bench loadtest gpu-check docs schema clean
+.PHONY: help install serve test test-versions test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
 
 help:
 	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | docs | schema | clean"
@@ -47,12 +47,10 @@ test: $(STAMP)
 test-versions: $(STAMP)
 	@$(SIDE_BY_SIDE) test-e2e other-e2e test-unit test-alone other-alone other-unit
 
-other-%: other-install
+# Parts that run side by side do not install side by side.
+other-%:
+	@flock Makefile $(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) install
 	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) test-$*
-
-# Once, for all parts that run side by side.
-other-install:
-	@$(MAKE) --no-print-directory SGLANG=$(OTHER_SGLANG) install
 
 test-e2e: WHICH := tests/e2e
 test-unit: WHICH := tests/unit tests/start --sglang used
