@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The words that the reading tasks speak of, by kind; each word belongs to one split.
 
-A word is held out when its CRC-32 is divisible by four. So no held-out word was ever seen in a
-training sentence, where :mod:`~sglang_sparse.tasks.words` holds out pairs of known words. Sentence
-templates name no word of any kind, so a reply's words of a kind are the values that it states.
+A word is held out when its CRC-32 is divisible by four. So no held-out word was ever in a fact or
+question of training, where :mod:`~sglang_sparse.tasks.words` holds out pairs of known words.
+Sentence templates name no word of any kind, so a reply's words of a kind are the values that it
+states.
 """
 
 from __future__ import annotations
