@@ -129,9 +129,15 @@ class HostPrompts:
         return self._buffers[layer % _BUFFERS]
 
     def _store(self, layer: Any, loc: Any, k: torch.Tensor, v: torch.Tensor, *scales: Any) -> None:
-        """Write the batch's keys and values; `loc` says where they would lie in a resident pool."""
-        if any(scale is not None for scale in scales):
-            raise RuntimeError("keys and values in host memory have no scales")
+        """Write the batch's keys and values; `loc` says where they would lie in a resident pool.
+
+        Fp8 weights bring scales of 1, which are for keys in fp8: SGLang divides only what it casts.
+        """
+        if k.dtype != self._pool.dtype and any(scale is not None for scale in scales):
+            raise RuntimeError(
+                f"keys of {k.dtype} with scales cannot be kept as {self._pool.dtype} in host "
+                "memory: start with --kv-cache-dtype auto"
+            )
         for rows, fresh in zip(self._buffer(layer.layer_id), (k, v), strict=True):
             # Rows behind the batch's tokens pad a graph.
             fresh = fresh.view(-1, *rows.shape[1:])[: len(self._slots)]

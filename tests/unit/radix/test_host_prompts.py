@@ -119,11 +119,25 @@ def test_a_copy_has_room_for_each_prompt_and_for_no_more_prompts_than_requests()
         pages(3, of_two)
 
 
-def test_keys_with_scales_and_readers_of_rows_are_refused():
+def test_scales_are_those_of_no_row_unless_keys_are_cast():
+    twins, layer = Twins(make_config(PAGE)), SimpleNamespace(layer_id=1)
+    pages = torch.tensor([[3]], dtype=torch.int32, device=DEVICE)
+    batch = SimpleNamespace(
+        extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[5],
+        req_pool_indices=torch.tensor([1], device=DEVICE),
+    )  # fmt: skip
+    twins.frames.prompts.plan(batch, pages)
+    inner, one = twins.seen.token_to_kv_pool, torch.tensor(1.0, device=DEVICE)
+    k, v = (torch.randn((5, HEADS, DIM)).bfloat16().to(DEVICE) for _ in "kv")
+    inner.set_kv_buffer(layer, None, k, v, one, one)
+    for rows, fresh in zip(inner.get_kv_buffer(1), (k, v), strict=True):
+        assert torch.equal(rows[PAGE : PAGE + 5], fresh)
+    with pytest.raises(RuntimeError, match=r"float32 with scales cannot .*--kv-cache-dtype auto"):
+        inner.set_kv_buffer(layer, None, k.float(), v.float(), one, one)
+
+
+def test_readers_of_rows_are_refused():
     twins = Twins(make_config(PAGE))
-    k = torch.zeros((1, HEADS, DIM), device=DEVICE)
-    with pytest.raises(RuntimeError, match="have no scales"):
-        twins.seen.token_to_kv_pool.set_kv_buffer(SimpleNamespace(layer_id=0), None, k, k, 2.0, 2.0)
     for name in ("get_key_buffer", "get_kv_buffer", "set_kv_buffer", "update_planes"):
         with pytest.raises(RuntimeError, match="lie in blocks in host memory"):
             getattr(twins.hosted.pool, name)(0)
