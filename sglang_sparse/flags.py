@@ -12,15 +12,23 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
-from sglang_sparse.bounded import check_bounded
-from sglang_sparse.checks import BACKEND, check_flags, check_model, check_ranks, check_resolved
-from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
+from sglang_sparse.bounded import BOUNDED_RULES, check_bounded
+from sglang_sparse.checks import (
+    BACKEND,
+    check_flags,
+    check_model,
+    check_ranks,
+    check_resolved,
+    check_rules,
+)
+from sglang_sparse.config import ConfigError, Geometry, SparseConfig, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
-from sglang_sparse.placed import check_placed
+from sglang_sparse.placed import PLACED_RULES, check_placed
 from sglang_sparse.reach import check_reach, for_ranks
 from sglang_sparse.speculation.flags import check_speculation
-from sglang_sparse.windowed import check_windowed
+from sglang_sparse.windowed import WINDOWED_RULES, check_windowed
+from sglang_sparse_radix.refusals import Rule
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -84,10 +92,21 @@ def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
         ConfigError: a resolved value is not supported.
     """
     if launch is not None:
-        check_resolved(compat.resolved(server_args), launch.config)
-        check_speculation(compat.resolved(server_args), launch.config)
+        resolved = compat.resolved(server_args)
+        check_resolved(resolved, launch.config)
+        check_rules(resolved, _rules_of(launch.config))
+        check_speculation(resolved, launch.config)
         attach(server_args, launch)
     return server_args
+
+
+def _rules_of(config: SparseConfig) -> tuple[Rule, ...]:
+    """The rules of a config that holds KV elsewhere, or less of it."""
+    if config.placement.on_host:
+        return PLACED_RULES
+    if config.retention.bounded:
+        return BOUNDED_RULES
+    return WINDOWED_RULES if config.retention.by_head else ()
 
 
 def prepare(args: Namespace) -> SparseLaunch | None:

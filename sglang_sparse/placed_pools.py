@@ -15,7 +15,7 @@ from typing import Any
 from sglang_sparse.checks import refuse
 from sglang_sparse.host_memory import free_host_bytes
 from sglang_sparse.launch import attach, placed_launch_of
-from sglang_sparse.pools import plane_spec
+from sglang_sparse.pools import plane_spec, refuse_fp8
 
 _INT32_BYTES = 4
 
@@ -37,15 +37,18 @@ def resolve_pool_config(
     its blocks lie.
 
     Raises:
-        ConfigError: the memory of the host or of the device holds no page.
+        ConfigError: the memory of the host or of the device holds no page, or KV is in fp8.
     """
     launch = placed_launch_of(configurator.server_args)
     if launch is None or configurator.is_draft_worker:
         return original(configurator, pre_model_load_memory)
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 
+    from sglang_sparse_kernels.common import FP8
     from sglang_sparse_radix.pool import extra_cell_bytes
 
+    if configurator.kv_cache_dtype == FP8:
+        raise refuse_fp8("frames in fp8 are not tested yet")
     device_bytes, host_bytes = launch.config.placement.room
     page, layers = configurator.page_size, configurator.layer_info.num_effective_layers
     beside = _check_host(host_bytes)

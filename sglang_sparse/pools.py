@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse import compat
 from sglang_sparse.checks import refuse
+from sglang_sparse.config import ConfigError
 from sglang_sparse.launch import SparseLaunch, selecting_launch_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,17 @@ def plane_spec(launch: SparseLaunch) -> PlaneSpec:
 def implementation(device: str) -> Impl:
     """``cpu`` on a CPU, ``triton`` elsewhere; follows the server's device, never a fallback."""
     return "cpu" if device == "cpu" else "triton"
+
+
+def refuse_fp8(why: str) -> ConfigError:
+    """The error of a checkpoint that asks for KV in fp8: ``auto`` is fp8 once it is loaded."""
+    return ConfigError(
+        flag="--kv-cache-dtype",
+        value="auto",
+        problem=f"this checkpoint makes it fp8_e4m3, and {why}",
+        allowed="bf16 or bfloat16",
+        remedy="start with --kv-cache-dtype bfloat16",
+    )
 
 
 def kv_pool_class() -> type:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_sparse.checks import refuse
 from sglang_sparse.launch import bounded_of
+from sglang_sparse.pools import refuse_fp8
 
 if TYPE_CHECKING:
     from sglang_sparse.choices.interfaces import BoundedRetention
@@ -65,7 +66,8 @@ def resolve_pool_config(
     """AROUND hook on ``KVCacheConfigurator._resolve_memory_pool_config``: slots, then tokens.
 
     Raises:
-        ConfigError: ``--max-running-requests`` asks for more slots than memory holds.
+        ConfigError: ``--max-running-requests`` asks for more slots than memory holds, or KV is in
+            fp8.
     """
     args = configurator.server_args
     retention = bounded_of(args)
@@ -73,6 +75,10 @@ def resolve_pool_config(
         return original(configurator, pre_model_load_memory)
     from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 
+    from sglang_sparse_kernels.common import FP8
+
+    if configurator.kv_cache_dtype == FP8:
+        raise refuse_fp8("states hold keys as they are")
     each, kept = slot_bytes(retention, configurator), snapshot_bytes(retention, configurator)
     free = configurator._profile_available_bytes(pre_model_load_memory) - kept
     fit = max(0, free // each)

@@ -19,7 +19,7 @@ from sglang_sparse import compat
 from sglang_sparse.checks import refuse
 from sglang_sparse.config import SparseConfig
 from sglang_sparse.launch import SparseLaunch, windowed_launch_of
-from sglang_sparse.pools import implementation, plane_spec
+from sglang_sparse.pools import implementation, plane_spec, refuse_fp8
 
 if TYPE_CHECKING:
     from sglang_sparse_radix.split_pool import SplitShape
@@ -41,14 +41,21 @@ def announce_windows(original: Callable[..., None], runner: Any, *args: Any) -> 
 
 
 def create_configurator(original: Callable[..., Any], kvc: Any) -> Any:
-    """AROUND hook on ``create_memory_pool_configurator``: sizes by heads, not by layers."""
+    """AROUND hook on ``create_memory_pool_configurator``: sizes by heads, not by layers.
+
+    Raises:
+        ConfigError: KV is in fp8.
+    """
     launch = windowed_launch_of(kvc.server_args)
     if launch is None or kvc.is_draft_worker:
         return original(kvc)
     from sglang.srt.model_executor.pool_configurator import HybridSWAPoolConfigurator
 
+    from sglang_sparse_kernels.common import FP8
     from sglang_sparse_radix.planes_spec import plane_bytes_per_token
 
+    if kvc.kv_cache_dtype == FP8:
+        raise refuse_fp8("windows in fp8 are not tested yet")
     model, layers = kvc.model_config, kvc.layer_info.num_effective_layers
     heads, window_heads = heads_of_groups(launch, model.get_num_kv_heads(1))
     row = 2 * model.head_dim * kvc.kv_cache_dtype.itemsize * layers

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.registry import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
+from sglang_sparse_kernels.common import FP8
 from sglang_sparse_radix.branches import SparseFrom
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 from sglang_sparse_radix.radix_cache import SparseRadixCache
@@ -136,6 +137,12 @@ def _unsupported_build(ctx: TreeCacheBuildContext) -> str | None:
         return (
             f"--radix-cache-backend {BACKEND_NAME} got the KV pool {type(pool).__name__}; allowed: "
             f"{SparseMHATokenToKVPool.__name__}; start with --attention-backend sparse"
+        )
+    if ctx.enable_hierarchical_cache and pool.dtype == FP8:
+        return (
+            "--kv-cache-dtype is 'auto', which this checkpoint makes fp8_e4m3: quantized KV is not "
+            "tested in host memory; allowed: bf16 or bfloat16; start with --kv-cache-dtype "
+            "bfloat16, or without --enable-hierarchical-cache"
         )
     if ctx.params.page_size != pool.page_size:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from typer.testing import CliRunner
 
 from sglang_sparse import compat
 from sglang_sparse.cli import app
-from sglang_sparse.config import ConfigError, SparseConfig, StepCadence, load_preset
+from sglang_sparse.config import (
+    ConfigError,
+    SparseConfig,
+    StepCadence,
+    load_preset,
+    resolve_with_source,
+)
+from sglang_sparse.launch import SparseLaunch
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +87,40 @@ def test_a_graph_backend_that_plans_cannot_follow_is_refused(
     rewritten = Rewritten(resolved, cuda_graph_config=graphs)
     with pytest.raises(ConfigError, match=f"--cuda-graph-backend-{phase} {backend}"):
         check_resolved(rewritten, load_preset("reference", "sparcas"))
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        (
+            "page_minmax",
+            {"layers": {"kind": "every"}, "placement": {"kind": "host", "host_bytes": 9}},
+        ),
+        (
+            "page_minmax",
+            {
+                "layers": {"kind": "every"},
+                "heads": {"kind": "streaming", "sink": 64, "local": 448, "streaming": [[0]] * 6},
+                "retention": {"kind": "streaming_window"},
+            },
+        ),
+        ("cascade", {}),
+    ],
+    ids=["placement", "windows", "states"],
+)
+def test_what_a_config_goes_without_is_refused_again_as_sglang_resolved_it(
+    resolved: object, monkeypatch: pytest.MonkeyPatch, method: str, change: dict[str, Any]
+) -> None:
+    from sglang_sparse import flags
+
+    model = load_preset("reference", "sparcas").model
+    launch = SparseLaunch(resolve_with_source(method, json.dumps(change), model))
+    page = launch.config.page_size
+    monkeypatch.setattr(compat, "resolved", lambda args: args)
+    fine = Rewritten(resolved, page_size=page)
+    assert flags.finish(fine, launch) is fine
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dtype fp8_e4m3: "):
+        flags.finish(Rewritten(resolved, page_size=page, kv_cache_dtype="fp8_e4m3"), launch)
 
 
 def test_kept_selections_are_bounded() -> None:

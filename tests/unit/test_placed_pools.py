@@ -108,6 +108,14 @@ def test_sizes_that_do_not_fit_are_refused_by_name(
         sized(device_bytes, host_bytes, free=free, host=host)
 
 
+def test_a_checkpoint_that_makes_auto_fp8_is_refused(
+    sized: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Configurator, "kv_cache_dtype", torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dtype auto: .*fp8_e4m3, .*bfloat16$"):
+        sized(1000, 11 * PAGE * CELL, free=1 << 30)
+
+
 def test_memory_that_is_not_there_is_said_to_be_missing() -> None:
     with pytest.raises(host_kv.HostMemoryError, match="it cannot be allocated"):
         host_kv.host_blocks((1 << 60,), torch.int8, pinned=False)

@@ -10,10 +10,11 @@ import torch
 from radix_parts import configurator_of, tiny_model_config
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 
-from sglang_sparse.config import list_presets, resolve_with_source
+from sglang_sparse.config import ConfigError, list_presets, resolve_with_source
 from sglang_sparse.config.model import Geometry
 from sglang_sparse.launch import SparseLaunch, attach
 from sglang_sparse.pools import compute_cell_size
+from sglang_sparse.state_pools import resolve_pool_config
 from sglang_sparse_kernels.common import FP8
 
 PAGE, FREE_BYTES = 64, 40 << 30
@@ -92,3 +93,12 @@ def test_the_element_type_of_a_sketch_beside_fp8_kv_is_a_choice(
     assert wide == tokens_of(method, None, torch.bfloat16)
     times = (32 * 4 + layers) / (32 * 2 + layers * channel)
     assert narrow == pytest.approx(times * wide, abs=2 * PAGE)
+
+
+def test_states_are_not_made_for_a_checkpoint_that_makes_auto_fp8(tmp_path):
+    model = tiny_model_config(tmp_path, **SHAPE)
+    geometry = Geometry.from_hf_config(model.hf_config.to_dict(), name="8b")
+    with configurator_of(model, PAGE, FP8) as kvc:
+        attach(kvc.server_args, SparseLaunch(resolve_with_source("cascade", None, geometry)))
+        with pytest.raises(ConfigError, match=r"^--kv-cache-dtype auto: .*fp8_e4m3, .*bfloat16$"):
+            resolve_pool_config(pytest.fail, kvc, 0)

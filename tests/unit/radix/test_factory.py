@@ -161,6 +161,16 @@ def test_a_pool_without_planes_is_refused():
         create(context(pool))
 
 
+def test_a_host_tier_refuses_a_checkpoint_that_makes_auto_fp8():
+    spec = PlaneSpec((PageBounds(),))
+    pool = make_pool(spec, page_size=P, num_pages=4, dtype=torch.float8_e4m3fn)
+    assert isinstance(create(context(pool)), SparseRadixCache)
+    with pytest.raises(
+        ValueError, match=r"^--kv-cache-dtype is 'auto'.* fp8_e4m3: .*allowed: bf16"
+    ):
+        create(context(pool, enable_hierarchical_cache=True))
+
+
 def test_a_tree_that_pages_otherwise_than_the_pool_is_refused():
     good = context()
     other = replace(good, params=replace(good.params, page_size=32))

@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis.stateful import initialize, precondition, rule
 from radix_parts import configurator_of, tiny_model_config
 from schedule_machine import RARELY, Schedules, run_schedules, run_until_seen
@@ -159,8 +160,8 @@ def sizes_of(tmp_path: Path) -> Sizes:
     model = tiny_model_config(tmp_path, **SHAPE)
     geometry = Geometry.from_hf_config(model.hf_config.to_dict(), name="8b")
 
-    def sizes(retention: dict[str, object] | None) -> Any:
-        with configurator_of(model, PAGE) as kvc:
+    def sizes(retention: dict[str, object] | None, dtype: torch.dtype = torch.bfloat16) -> Any:
+        with configurator_of(model, PAGE, dtype) as kvc:
             if retention is not None:
                 change = json.dumps(WINDOWS | {"retention": retention})
                 resolved = resolve_with_source("page_minmax", change, geometry)
@@ -191,6 +192,11 @@ def test_half_of_the_heads_holding_windows_hold_nearly_twice_the_tokens(
     need = 6400 if compat.current().WAITS_FOR_WHOLE_CHUNKS else 3329
     with pytest.raises(ConfigError, match=f"a share that holds {need} tokens"):
         sizes_of({"kind": "streaming_window", "share": 1e-3})
+
+
+def test_a_checkpoint_that_makes_auto_fp8_is_refused(sizes_of: Sizes) -> None:
+    with pytest.raises(ConfigError, match=r"^--kv-cache-dtype auto: .*fp8_e4m3, .*bfloat16$"):
+        sizes_of({"kind": "streaming_window"}, torch.float8_e4m3fn)
 
 
 def test_a_dense_server_holds_little_more_than_half_as_much(sizes_of: Sizes) -> None:
