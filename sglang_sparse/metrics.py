@@ -43,6 +43,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "frame_loads": ("Blocks that decode steps took from host memory.", ()),
     "frame_loaded_bytes": ("Bytes of those blocks.", ()),
     "frame_stall_nanoseconds": ("Time that decode steps waited for those blocks.", ()),
+    "prompt_read_bytes": ("Bytes of prefixes that prompts took from host memory.", ()),
+    "prompt_written_bytes": ("Bytes that prompts wrote to host memory.", ()),
 }
 
 
@@ -132,6 +134,8 @@ class Exporter:
         if frames is not None:
             for name in ("hits", "loads", "loaded_bytes", "stall_nanoseconds"):
                 self._to(f"frame_{name}", frames[name])
+            for name in ("prompt_read_bytes", "prompt_written_bytes"):
+                self._to(name, frames[name])
         reuse = getattr(tree_cache, "plane_reuse", None)
         if reuse is not None:
             counts = asdict(reuse)

@@ -233,15 +233,19 @@ class HostFrames:
         return 2 * self._pool.page_size * self._pool.head_dim * self._pool.dtype.itemsize
 
     def counts(self, *, wait: bool) -> dict[str, int] | None:
-        """What frames were found and loaded, by the names of ``COUNTERS``, and the bytes loaded.
+        """What frames were found and loaded, by the names of ``COUNTERS``, and bytes over the bus.
 
         Args:
             wait: for the device; else an earlier snapshot, or None if none has arrived.
         """
         found = self._sums.read() if wait else self._sums.poll()
-        return (
-            None if found is None else found | {"loaded_bytes": found["loads"] * self.block_bytes}
-        )
+        if found is None:
+            return None
+        return found | {
+            "loaded_bytes": found["loads"] * self.block_bytes,
+            "prompt_read_bytes": self.prompts.read_bytes,
+            "prompt_written_bytes": self.prompts.written_bytes,
+        }
 
     def describe(self) -> dict[str, int]:
         """Sizes and counts in plain numbers. Waits for the device."""

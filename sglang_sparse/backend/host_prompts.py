@@ -77,6 +77,7 @@ class HostPrompts:
         pages: that a buffer has room for.
         spans: requests of the batch that was planned last.
         table: int32 [request slots, max context], slots in a buffer by request slot and position.
+        read_bytes, written_bytes: from and to the host, of all batches that were planned.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class HostPrompts:
             (request_slots, max_context), dtype=torch.int32, device=self._device
         )
         self.spans: list[Span] = []
+        self.read_bytes = self.written_bytes = 0
         self._slots = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._copies = _Copies(self._device)
 
@@ -161,6 +163,9 @@ class HostPrompts:
         used = sum(len(span.pages) for span in self.spans)
         if used > self.pages:
             raise RuntimeError(f"a prefill of {used} pages exceeds the {self.pages} of a copy")
+        of_a_page = self._pool.host[:, 0].nbytes
+        self.read_bytes += of_a_page * sum(len(span.read) for span in self.spans)
+        self.written_bytes += of_a_page * sum(len(span.written) for span in self.spans)
         slots, page = forward_batch.req_pool_indices.long(), self._pool.page_size
         written = []
         for row, span in enumerate(self.spans):

@@ -158,8 +158,9 @@ def test_the_dashboard_reads_metrics_that_the_server_has(live: LiveServer) -> No
     live.call("/generate", {"text": "The", "sampling_params": sampling, "stream": True})
     text = live.call("/metrics")
     served = {line.split("{")[0] for line in text.splitlines() if line[:1] not in ("#", "")}
-    # Those of a budget of mass, and of frames, are on servers that have one; other tests read them.
-    others = ("mass_", "frame_")
+    # Those of a budget of mass, and of KV in host memory, are on servers that have it; other tests
+    # read them.
+    others = ("mass_", "frame_", "prompt_")
     served |= {f"{PREFIX}{name}_total" for name in COUNTERS if name.startswith(others)}
     panels = dashboard["panels"]
     assert len({p["id"] for p in panels}) == len(panels)

@@ -188,6 +188,13 @@ def test_metrics_count_what_is_found_and_loaded(server: Server, prompts: list[li
     assert after["frame_loaded_bytes_total", ""] == state["loads"] * state["frame_bytes"]
     stall = "frame_stall_nanoseconds_total", ""
     assert after[stall] == state["stall_nanoseconds"] > before[stall]
+    # In chunks: each reads those before it again, and writes its own pages.
+    read, written = "prompt_read_bytes", "prompt_written_bytes"
+    for name in (read, written):
+        assert after[f"{name}_total", ""] == state[name] > before[f"{name}_total", ""]
+    page = state["frame_bytes"] * live.sparse_state()["kv_heads"] * 6
+    change = state[written] - before[f"{written}_total", ""]
+    assert change == -(-700 // PAGE) * page
 
 
 def test_a_request_for_dense_gets_a_400(server: Server, prompts: list[list[int]]) -> None:

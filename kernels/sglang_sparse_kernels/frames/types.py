@@ -21,7 +21,7 @@ MISSING = -(2**31)
 COUNTERS = ("hits", "loads", "unserved", "stall_nanoseconds")
 """What each entry of ``FramePool.counters`` counts, over layers and steps:
 
-``hits``: blocks that a step attends to and that lay in a frame; ``loads``: blocks that it took from
+``hits``: blocks that a step looked up and that lay in a frame; ``loads``: blocks that it took from
 host memory; ``unserved``: blocks for which no frame was free. The last stays 0 as long as no step
 touches more than the pool's :class:`FrameDemand` says. A block counts once a step, however many
 rows and units touch it. Pinned blocks do not count.
