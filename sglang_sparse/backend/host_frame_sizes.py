@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 from sglang_sparse.backend.host_prompts import buffer_bytes
 from sglang_sparse.checks import refuse
 from sglang_sparse.choices.build import Limits
 from sglang_sparse.config import SparseConfig
-from sglang_sparse_kernels.frames import FrameDemand
+from sglang_sparse_kernels.frames import FoundFrames, FrameDemand
 from sglang_sparse_radix.host_kv import HostKVPool
 
 logger = logging.getLogger(__name__)
 
-_ORDER_BYTES = 12  # a frame's owner, stamp and place in the order
+_INT32_BYTES = 4
+_ORDER_BYTES = (
+    4 * _INT32_BYTES
+)  # a frame's owner, stamp, place in the order, and whether it arrives
 # With less a step finds hardly more than what the step before it read, see docs/host-memory.md.
 _ENOUGH = 2
 _LOWER = (
@@ -55,22 +59,75 @@ def pages_of_row(config: SparseConfig, list_units: int) -> tuple[int, int]:
     return max(since, short), max(list_units + since, short)
 
 
+@dataclass(frozen=True)
+class _Needs:
+    """What frames and all beside them take.
+
+    Attributes:
+        demand: the most that a step touches.
+        every: blocks of the host.
+        frame: bytes of a frame.
+        fixed: bytes beside frames.
+    """
+
+    demand: FrameDemand
+    every: int
+    frame: int
+    fixed: int
+
+
 def _needs(
-    config: SparseConfig, pool: HostKVPool, slots: int, max_context: int, copied: int
-) -> tuple[FrameDemand, int, int, int]:
-    """(the most that a step touches, blocks of the host, bytes of a frame, bytes beside frames)."""
-    _, row_pages = pages_of_row(config, config.capacity_units(max_context))
-    row_pages = min(row_pages, -(-max_context // pool.page_size))
-    demand = FrameDemand(pool.layer_num, slots, pool.head_num, row_pages)
+    config: SparseConfig,
+    pool: HostKVPool,
+    limits: Limits,
+    *,
+    request_slots: int,
+    max_context: int,
+    copy_pages: int,
+) -> _Needs:
+    tail, row_pages = pages_of_row(config, limits.capacity_units)
+    columns = -(-max_context // pool.page_size)
+    demand = FrameDemand(pool.layer_num, request_slots, pool.head_num, min(row_pages, columns))
     block = 2 * pool.page_size * pool.head_dim * pool.dtype.itemsize
-    heads = demand.layers * demand.heads
+    pinned = request_slots * demand.layers * demand.heads * (block + _INT32_BYTES)
     # Keys of pages that are being written lie in rows once more, for their planes.
-    fixed = slots * heads * (block + block // 2) + buffer_bytes(pool, copied)
-    return demand, heads * pool.num_pages, block + _ORDER_BYTES, fixed
+    keys = pool.head_num * block // 2
+    plane = pool.plane_spec.bytes_per_page(pool.head_num, pool.head_dim, pool.page_size, pool.dtype)
+    written = request_slots * len(pool.plane_layers) * (keys + plane)
+    table = request_slots * max_context * _INT32_BYTES
+    prompts = buffer_bytes(pool, copy_pages) + table
+    lookup = FoundFrames.bytes_for(
+        limits.rows_a_pass * pool.head_num, columns, limits.capacity_units + tail
+    )
+    lookups = (1 + _fetched_ahead(config, pool, limits, request_slots)) * lookup
+    return _Needs(
+        demand,
+        demand.layers * demand.heads * pool.num_pages,
+        block + _ORDER_BYTES,
+        pinned + written + prompts + lookups,
+    )
+
+
+def _fetched_ahead(
+    config: SparseConfig, pool: HostKVPool, limits: Limits, request_slots: int
+) -> int:
+    """The most layers behind one that selects, each of which has a lookup of its own."""
+    if limits.rows_a_pass < request_slots:
+        return 0
+    roles = [config.layers.role(layer) for layer in range(pool.start_layer, pool.end_layer)]
+    behind = Counter(role.source for role in roles if role.source is not None and not role.selects)
+    return max(behind.values(), default=0)
 
 
 def default_bytes(
-    config: SparseConfig, pool: HostKVPool, slots: int, max_context: int, copied: int, free: int
+    config: SparseConfig,
+    pool: HostKVPool,
+    limits: Limits,
+    free: int,
+    *,
+    request_slots: int,
+    max_context: int,
+    copy_pages: int,
 ) -> int:
     """`placement.device_bytes` if unset: for four steps, or all blocks, or `free` bytes.
 
@@ -79,16 +136,18 @@ def default_bytes(
     Raises:
         ConfigError: two steps, or all blocks, take more than is free.
     """
-    demand, every, frame, fixed = _needs(config, pool, slots, max_context, copied)
-    most, least = (
-        fixed + frame * min(steps * demand.blocks, max(demand.blocks, every)) for steps in (4, 2)
-    )
+    needs = _needs(
+        config, pool, limits,
+        request_slots=request_slots, max_context=max_context, copy_pages=copy_pages,
+    )  # fmt: skip
+    step, all_blocks = needs.demand.blocks, max(needs.demand.blocks, needs.every)
+    most, least = (needs.fixed + needs.frame * min(steps * step, all_blocks) for steps in (4, 2))
     if free < least:
         raise refuse(
             "--sparse-config",
             "placement.device_bytes unset",
             f"where {least} bytes are free beside the planes, not {free}",
-            f"two steps of {slots - 1} requests take so much: set it, raise "
+            f"two steps of {request_slots - 1} requests take so much: set it, raise "
             f"--mem-fraction-static, or {_LOWER}, or placement.host_bytes",
         )
     return min(most, free)
@@ -118,11 +177,15 @@ def frame_sizes(
     """
     units, columns = limits.capacity_units, -(-max_context // pool.page_size)
     tail, _ = pages_of_row(config, units)
-    demand, every, frame, fixed = _needs(config, pool, request_slots, max_context, copy_pages)
+    needs = _needs(
+        config, pool, limits,
+        request_slots=request_slots, max_context=max_context, copy_pages=copy_pages,
+    )  # fmt: skip
+    demand, frame = needs.demand, needs.frame
     device_bytes, _ = config.placement.room
-    cached = (device_bytes - fixed) // frame
+    cached = (device_bytes - needs.fixed) // frame
     if cached < demand.blocks:
-        least = fixed + demand.blocks * frame
+        least = needs.fixed + demand.blocks * frame
         raise refuse(
             "--sparse-config",
             f"placement.device_bytes={device_bytes}",
@@ -131,7 +194,7 @@ def frame_sizes(
             f"{demand.layers} layers of {demand.heads} KV heads: raise it, or {_LOWER}",
         )
     # More frames than blocks would never be used.
-    if cached < min(_ENOUGH * demand.blocks, every):
+    if cached < min(_ENOUGH * demand.blocks, needs.every):
         logger.warning(
             "sglang-sparse: frames hold %.1f times what a step of %d requests may touch, so a full "
             "batch loads much of what it reads from host memory. They hold %d times as much with "
@@ -139,7 +202,7 @@ def frame_sizes(
             cached / demand.blocks, request_slots - 1, _ENOUGH,
             max(1, cached // (_ENOUGH * demand.blocks // request_slots) - 1),
         )  # fmt: skip
-    cached = min(cached, max(demand.blocks, every))
+    cached = min(cached, max(demand.blocks, needs.every))
     return FrameSizes(demand, units, tail, columns, cached, request_slots)
 
 

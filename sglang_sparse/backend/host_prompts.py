@@ -241,9 +241,11 @@ class HostPrompts:
 
 
 def buffer_bytes(pool: HostKVPool, pages: int) -> int:
-    """Device bytes of keys and values in the buffers of :class:`HostPrompts`."""
-    rows = (1 + pages) * pool.page_size * pool.head_num * pool.head_dim * pool.dtype.itemsize
-    return 2 * _BUFFERS * rows
+    """Device bytes of the buffers of :class:`HostPrompts`, and of planes before they are copied."""
+    heads, dim, page = pool.head_num, pool.head_dim, pool.page_size
+    rows = 2 * page * heads * dim * pool.dtype.itemsize
+    planes = pool.plane_spec.bytes_per_page(heads, dim, page, pool.dtype)
+    return _BUFFERS * (1 + pages) * (rows + planes)
 
 
 def lay_out(

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sglang_sparse import compat
+from sglang_sparse.backend.allocate import limits_of
 from sglang_sparse.backend.attention import SparseAttentionBackend
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.backend.host_frame_sizes import default_bytes, pages_to_copy
 from sglang_sparse.backend.host_frames import HostFrames, make_frames
 from sglang_sparse.backend.host_prompts import HostPrompts
-from sglang_sparse.backend.runner import launch_of_runner
+from sglang_sparse.backend.runner import heads_of, launch_of_runner
 from sglang_sparse.checks import refuse
 from sglang_sparse.facts import Facts
 from sglang_sparse_kernels.step import FetchAhead
@@ -128,7 +129,11 @@ class HostedAttentionBackend(SparseAttentionBackend):
             config, pool, request_slots=slots, max_context=columns, prompts=prompts
         )
         if not config.placement.room[0]:
-            taken = default_bytes(config, pool, slots, columns, pages, self._launch.free)
+            limits = limits_of(config, heads_of(runner), max_context=columns, max_rows=slots)
+            taken = default_bytes(
+                config, pool, limits, self._launch.free,
+                request_slots=slots, max_context=columns, copy_pages=pages,
+            )  # fmt: skip
             self._launch = self._launch.sized(taken)
         # SGLang also captures batches of several requests; the buffer may hold only one.
         longest = min(runner.model_config.context_len, pages * pool.page_size)

@@ -297,6 +297,19 @@ class FoundFrames:
             tail_pages=tail_pages,
         )
 
+    @staticmethod
+    def bytes_for(rows: int, max_pages: int, entries: int) -> int:
+        """``nbytes`` of what is allocated for so many rows and KV heads.
+
+        Args:
+            rows: ``max_rows * H``.
+            max_pages: of a batch.
+            entries: that each of them looks up, ``list_units + tail_pages``.
+        """
+        tiles = -(-rows * entries // TILE_ENTRIES)
+        # A plan has seven columns beside its page table.
+        return 4 * (rows * (max_pages + 8 + 5 * entries) + tiles + 2)
+
     @property
     def list_units(self) -> int:
         """Units that a list holds."""
@@ -305,8 +318,8 @@ class FoundFrames:
     @property
     def nbytes(self) -> int:
         """Device bytes."""
-        scratch = (self.list_rows, self.pages, self.blocks, self.ranks, self.missing, self.victims)
-        return self.plan.page_table.nbytes + sum(tensor.nbytes for tensor in scratch)
+        held = (*vars(self).values(), *vars(self.plan).values())
+        return sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     @property
     def args(self) -> FoundArgs:
