@@ -62,7 +62,11 @@ def resolve_pool_config(
             f"at least {2 * host_cell_bytes(configurator) * page}",
             "raise it: it holds no page beside SGLang's padding",
         )
-    free = configurator._profile_available_bytes(pre_model_load_memory) - device_bytes
+    free = configurator._profile_available_bytes(pre_model_load_memory)
+    if configurator.device == "cpu":
+        # Planes and frames lie beside the host's KV.
+        free = min(free, beside)
+    free -= device_bytes
     of_a_page = extra_cell_bytes(plane_spec(launch), configurator, layers) * page
     of_a_page += _INT32_BYTES * blocks
     on_device = free // of_a_page
@@ -71,12 +75,10 @@ def resolve_pool_config(
             "--sparse-config",
             f"placement.device_bytes={device_bytes}",
             f"below {free + device_bytes}, which are free",
-            "lower it, or raise --mem-fraction-static",
+            "lower it, raise --mem-fraction-static or, on a CPU, lower placement.host_bytes",
         )
     tokens = configurator._apply_token_constraints(min(on_host, on_device) * page) // page * page
     if not device_bytes:
-        # On a CPU frames lie beside the host's KV.
-        free = min(free, beside) if configurator.device == "cpu" else free
         free -= (tokens // page + 1) * of_a_page
         attach(configurator.server_args, replace(launch, free=free))
     return MemoryPoolConfig(

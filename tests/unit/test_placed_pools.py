@@ -92,6 +92,17 @@ def test_unset_device_bytes_may_take_what_planes_leave(
     assert launch_of(Configurator.server_args).free == ON_DEVICE
 
 
+def test_on_a_cpu_one_memory_has_all_of_it(sized: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_bytes = 11 * PAGE * CELL
+    host = host_bytes + 1000 + 7 * ON_DEVICE
+    assert sized(1000, host_bytes, free=1 << 30, host=host).max_total_num_tokens == 10 * PAGE
+    monkeypatch.setattr(Configurator, "device", "cpu")
+    assert sized(1000, host_bytes, free=1 << 30, host=host).max_total_num_tokens == 7 * PAGE
+    below = 1000 + 7 * ON_DEVICE
+    with pytest.raises(ConfigError, match=rf"device_bytes={below}: .*below {below}, which are"):
+        sized(below, host_bytes, free=1 << 30, host=host)
+
+
 @pytest.mark.parametrize(
     ("device_bytes", "host_bytes", "free", "host", "message"),
     [
