@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
 from host_kv_harness import BUDGETS, CONTEXT, Prefix, Prompt, Twins, make_config
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
+from schedule_machine import run_until_seen
 
 from sglang_sparse_kernels.step import AttendFramesUntil, Fetch, FetchNext
 
@@ -25,6 +26,7 @@ class Schedules(RuleBasedStateMachine):
     """Prompts in chunks, steps, shared prefixes, ends, aborts and evictions, in any order."""
 
     twins: Twins | None = None
+    seen: ClassVar[Counter[str]]
 
     @initialize(
         page=st.sampled_from((16, 32)),
@@ -45,7 +47,7 @@ class Schedules(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, CONTEXT), chunk=st.integers(1, 4), which=st.integers(0, 9))
     def begin(self, tokens: int, chunk: int, which: int) -> None:
         """A request, cold or behind a prefix."""
-        self.twins.begin(Prompt(tokens, chunk, self._prefix(which)))
+        self._begin(Prompt(tokens, chunk, self._prefix(which)))
 
     @precondition(lambda self: self.twins is not None and self.twins.can_begin(2))
     @rule(
@@ -58,7 +60,20 @@ class Schedules(RuleBasedStateMachine):
     ) -> None:
         """Two requests in one batch, maybe behind the same prefix; one of them may go on alone."""
         prefixes = map(self._prefix, which)
-        self.twins.begin(*map(Prompt, tokens, chunks, prefixes))
+        self._begin(*map(Prompt, tokens, chunks, prefixes))
+
+    def _begin(self, *prompts: Prompt) -> None:
+        running, page = self.twins.running, self.twins.page
+        self.twins.begin(*prompts)
+        shared = [id(one.prefix) for one in prompts if one.prefix is not None]
+        self.seen["behind a prefix"] += len(shared)
+        self.seen["two behind a prefix"] += len(set(shared)) < len(shared)
+        begun = running[-len(prompts) :]
+        self.seen["a page left open"] += any(one.length % page for one in begun)
+        self.seen["several chunks"] += any(
+            one.length - one.shared * page > prompt.chunk_pages * page
+            for one, prompt in zip(begun, prompts, strict=True)
+        )
 
     def _prefix(self, which: int) -> Prefix | None:
         prefixes = self.twins.prefixes
@@ -70,8 +85,17 @@ class Schedules(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 20), padding=st.sampled_from((0, 0, 2)), graph=st.booleans())
     def decode(self, steps: int, padding: int, graph: bool) -> None:
         """Some tokens of every request."""
+        self._decode(steps, padding, graph=graph)
+
+    def _decode(self, steps: int, padding: int, *, graph: bool) -> None:
+        page = self.twins.page
         for _ in range(steps):
+            before = [request.length for request in self.twins.running]
             self.twins.step(padding, graph=graph)
+            after = [request.length for request in self.twins.running]
+            stepped = [new for new, old in zip(after, before, strict=True) if new > old]
+            self.seen["a page filled by a step"] += any(new % page == 0 for new in stepped)
+            self.seen["replayed"] += bool(graph and stepped)
 
     @precondition(lambda self: self.twins is not None and self.twins.running)
     @rule(which=st.integers(0, 9), keep=st.booleans())
@@ -79,13 +103,35 @@ class Schedules(RuleBasedStateMachine):
         """A request ends, or is aborted or retracted."""
         running = self.twins.running
         self.twins.end(running[which % len(running)], keep=keep)
+        self.seen["aborted"] += not keep
+
+    @precondition(lambda self: self.twins is not None and self.twins.running)
+    @rule(which=st.integers(0, 9), tokens=st.integers(1, 32), steps=st.integers(1, 20))
+    def come_back(self, which: int, tokens: int, steps: int) -> None:
+        """A request ends and at once goes on behind its own pages, as one that was retracted."""
+        twins = self.twins
+        request = twins.running[which % len(twins.running)]
+        twins.end(request, keep=True)
+        full = request.length // twins.page
+        kept = [one for one in twins.prefixes if one.pages == request.pages[:full]]
+        if kept and (full + 1) * twins.page < CONTEXT and twins.can_begin():
+            self._begin(Prompt(tokens, 4, kept[-1]))
+            self._decode(steps, 0, graph=bool(steps % 2))
+            self.seen["came back"] += 1
 
     @precondition(lambda self: self.twins is not None and self.twins.prefixes)
     @rule(which=st.integers(0, 9))
     def evict(self, which: int) -> None:
         """Pages of a prefix change hands."""
         prefixes = self.twins.prefixes
+        free = len(self.twins.free_pages)
         self.twins.evict(prefixes[which % len(prefixes)])
+        self.seen["evicted"] += len(self.twins.free_pages) > free
+
+    def teardown(self) -> None:
+        """Note what frames did."""
+        if self.twins is not None:
+            self.seen["loads"] += self.twins.frames.counts(wait=True)["loads"]
 
     @invariant()
     def holds(self) -> None:
@@ -95,15 +141,11 @@ class Schedules(RuleBasedStateMachine):
 
 
 def test_any_schedule_has_the_bits_of_resident_kv() -> None:
-    run_state_machine_as_test(
-        Schedules,
-        settings=settings(
-            max_examples=20,
-            stateful_step_count=20,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    cases = (
+        "behind a prefix", "two behind a prefix", "a page left open", "several chunks",
+        "a page filled by a step", "replayed", "aborted", "came back", "evicted", "loads",
+    )  # fmt: skip
+    run_until_seen(Schedules, cases, examples=10)
 
 
 @pytest.mark.parametrize(
