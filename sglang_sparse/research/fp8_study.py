@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from sglang_sparse.calibrate.files import replacing
-from sglang_sparse.config import Anchors, Exact, load_preset
+from sglang_sparse.config import Anchors, load_preset
 from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy, Storage
-from sglang_sparse.research.preset_study import MODEL, policy_of
+from sglang_sparse.research.preset_study import MODEL, policy_of, scoring
 from sglang_sparse.research.study import Study
 from sglang_sparse.tasks import RULER_TASKS, FileEncoder, Sample, wilson
 
@@ -47,10 +47,8 @@ def anchored(name: str, layer_count: int, length: int) -> Policy:
     assert isinstance(layers, Anchors)
     floor, fraction = config.budget.list_size
     return Policy(
-        "oracle" if isinstance(config.score, Exact) else "sparcas",
-        max(floor, math.ceil(fraction * (length - 1))) + 1,
-        sink=config.sink_tokens,
-        recent=config.recent_tokens + 1,
+        budget=max(floor, math.ceil(fraction * (length - 1))) + 1,
+        **scoring(config),
         anchors=layers.anchors,
         head_maps=tuple(layers.role(i).heads or () for i in range(layer_count)),
     )

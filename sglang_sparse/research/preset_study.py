@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from sglang_sparse.config import (
+    Exact,
     FirstDense,
     KeySketch,
     MassBudget,
@@ -33,6 +34,7 @@ MODEL = "reference"
 PRESETS = ("psa", "psa_sketch", "sparcas", "page_minmax")
 KINDS: dict[str, Kind] = {
     "key_sketch": "sparcas", "page_minmax": "page_minmax", "page_mean": "page_mean",
+    "exact": "oracle",
 }  # fmt: skip
 
 
@@ -52,24 +54,29 @@ def policy_of(config: SparseConfig) -> Policy:
     if not plain or fraction or not isinstance(score, KeySketch | PageMinMax | PageMean):
         raise ValueError(f"no policy has {layers}, {score}, {budget} and {config.cadence}")
     assert isinstance(layers, FirstDense)
-    own: dict[str, Any] = {"page": config.unit}
-    if isinstance(score, KeySketch):
-        # Rows are in 16 bits, beside which `auto` is fp8.
-        storage = "fp8" if score.storage == "auto" else score.storage
-        own = {"channels": score.channels, "storage": storage}
+    own: dict[str, Any] = {}
     if isinstance(budget, MassBudget):
         margin = budget.margin if budget.estimator == "scored" else None
-        own |= {"epsilon": budget.epsilon, "microbatch": budget.microbatch, "margin": margin}
+        own = {"epsilon": budget.epsilon, "microbatch": budget.microbatch, "margin": margin}
         own |= {"share": budget.share}
-    return Policy(
-        KINDS[score.kind],
-        most + (1 if config.unit == 1 else 0),
-        sink=config.sink_tokens,
-        recent=config.recent_tokens + 1,
-        reduce=score.reduce,
-        dense_layers=layers.n,
-        **own,
-    )
+    tokens = most + (1 if config.unit == 1 else 0)
+    return Policy(budget=tokens, dense_layers=layers.n, **scoring(config), **own)
+
+
+def scoring(config: SparseConfig) -> dict[str, Any]:
+    """What a policy has from a config's score, and what is always kept beside it."""
+    score = config.score
+    own: dict[str, Any] = {
+        "kind": KINDS[score.kind], "sink": config.sink_tokens, "recent": config.recent_tokens + 1,
+    }  # fmt: skip
+    if isinstance(score, Exact):
+        return own | {"pool": score.pool}
+    own["reduce"] = score.reduce
+    if not isinstance(score, KeySketch):
+        return own | {"page": config.unit}
+    # Rows are in 16 bits, beside which `auto` is fp8.
+    storage = "fp8" if score.storage == "auto" else score.storage
+    return own | {"channels": score.channels, "storage": storage}
 
 
 def summary(result: dict[str, Any]) -> str:

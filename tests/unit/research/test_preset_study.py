@@ -29,8 +29,8 @@ def test_the_sketch_preset_is_the_studys_best_configuration() -> None:
 
 def test_psa_is_measured_as_it_is_shipped() -> None:
     assert preset_study.policy_of(load_preset("reference", "psa")) == Policy(
-        "page_mean", budget=4096, sink=16, recent=33, page=32, dense_layers=1, epsilon=0.95,
-        microbatch=32, share="min",
+        "page_mean", budget=768, sink=16, recent=33, page=16, dense_layers=1, epsilon=0.99,
+        microbatch=32, share="min", margin=3.0,
     )  # fmt: skip
     assert preset_study.policy_of(load_preset("reference", "sparcas")) == Policy(
         "sparcas", budget=257, sink=16, recent=33, dense_layers=1
