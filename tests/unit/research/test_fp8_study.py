@@ -114,20 +114,6 @@ def test_the_page_says_what_the_raw_file_holds() -> None:
             assert f"| {points} ({low} to {high}) |" in page, row
 
 
-def test_the_page_says_what_the_longer_prompts_gave() -> None:
-    configs = configs_dir().resolve()
-    raw = configs / "reference" / "fp8-report" / "multi-query-2048.json"
-    found = json.loads(raw.read_text())
-    page = " ".join((configs.parent / "docs" / "accuracy.md").read_text().split())
-    ((_, count, right),) = found["cells"]
-    exact = dict(zip(found["arms"], right, strict=True))
-    fp8, int4 = exact["kascade_sketch fp8"], exact["kascade_sketch int4"]
-    row = dict(zip(found["columns"], found["rows"][-1], strict=True))
-    points, low, high = (said(row[key]) for key in ("points", "low", "high"))
-    assert f"Of {count} further prompts of 2,048 tokens" in page
-    assert f"in fp8 answers {fp8} and in int4 {int4} ({points} points, {low} to {high};" in page
-
-
 def test_the_page_says_what_prompts_of_4096_tokens_lose() -> None:
     configs = configs_dir().resolve()
     raw = configs / "reference" / "fp8-report" / "fp8-4096.json.gz"
