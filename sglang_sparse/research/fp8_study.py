@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from sglang_sparse.calibrate.files import replacing
-from sglang_sparse.config import Anchors, load_preset
+from sglang_sparse.config import load_preset
 from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy, Storage
-from sglang_sparse.research.preset_study import MODEL, policy_of, scoring
+from sglang_sparse.research.preset_study import MODEL, policy_at
 from sglang_sparse.research.study import Study
 from sglang_sparse.tasks import RULER_TASKS, FileEncoder, Sample, wilson
 
@@ -40,34 +40,16 @@ POOLS = {
 }
 
 
-def anchored(name: str, layer_count: int, length: int) -> Policy:
-    """The policy of a preset with anchors for prompts of about ``length`` tokens."""
-    config = load_preset(MODEL, name)
-    layers = config.layers
-    assert isinstance(layers, Anchors)
-    floor, fraction = config.budget.list_size
-    return Policy(
-        budget=max(floor, math.ceil(fraction * (length - 1))) + 1,
-        **scoring(config),
-        anchors=layers.anchors,
-        head_maps=tuple(layers.role(i).heads or () for i in range(layer_count)),
-    )
-
-
-def arms(layer_count: int, length: int) -> tuple[dict[str, Policy], dict[str, Policy]]:
+def arms(length: int) -> tuple[dict[str, Policy], dict[str, Policy]]:
     """Arms with rows in bf16, and with rows in fp8: dense, and every preset.
 
     After a preset's name stands the format of its planes; in bf16 they are those of the preset.
     """
-    pages = {name: policy_of(load_preset(MODEL, name)) for name in ("page_minmax", "psa")}
-    sketches = {name: policy_of(load_preset(MODEL, name)) for name in ("sparcas", "psa_sketch")}
-    sketches["kascade_sketch"] = anchored("kascade_sketch", layer_count, length)
-    both = {
-        "page_minmax": pages["page_minmax"],
-        "kascade": anchored("kascade", layer_count, length),
-    }
-    wide = both | {"psa": pages["psa"], **sketches}
-    narrow = both | {"psa bf16": pages["psa"], "psa fp8": pages["psa"]}
+    policies = {name: policy_at(load_preset(MODEL, name), length) for name in PRESETS}
+    both = {name: policies[name] for name in ("page_minmax", "kascade")}
+    sketches = {name: policies[name] for name in ("sparcas", "psa_sketch", "kascade_sketch")}
+    wide = both | {"psa": policies["psa"], **sketches}
+    narrow = both | {"psa bf16": policies["psa"], "psa fp8": policies["psa"]}
     formats: tuple[Storage, ...] = ("fp8", "int4")
     for storage in formats:
         for name, policy in sketches.items():
@@ -147,7 +129,7 @@ class Fp8Study:
         study = self.study
         chosen = tuple(
             {arm: policy for arm, policy in some.items() if arm.split()[0] in ("dense", *presets)}
-            for some in arms(study.model.config.layers, length)
+            for some in arms(length)
         )
         rows = max(1, self.tokens // length)
         for start in range(0, study.count, rows):

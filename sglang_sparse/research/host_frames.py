@@ -25,14 +25,13 @@ import torch
 from torch import Tensor
 
 from sglang_sparse.config import load_preset
-from sglang_sparse.research import kascade
 from sglang_sparse.research.arguments import preset_study_parser, show_table
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.frames import FramePool
 from sglang_sparse.research.model import ReferenceModel
 from sglang_sparse.research.policies import Policy
-from sglang_sparse.research.preset_study import MODEL, policy_of
+from sglang_sparse.research.preset_study import MODEL, policy_at
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
 PRESETS = ("sparcas", "kascade_sketch", "kascade", "page_minmax", "psa", "psa_sketch")
@@ -66,10 +65,7 @@ def answer_trace(suite: TaskSuite, length: int, count: int, seed: int) -> Trace:
 
 def preset_policy(name: str, length: int) -> Policy:
     """The policy that a preset of the reference model is, at a context of ``length`` tokens."""
-    if not name.startswith("kascade"):
-        return policy_of(load_preset(MODEL, name))
-    _, fraction = load_preset(MODEL, name).budget.list_size
-    return kascade.methods(length, fraction)[name]
+    return policy_at(load_preset(MODEL, name), length)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ that ``--out`` holds already are not measured again.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from sglang_sparse.config import (
+    Anchors,
     Exact,
     FirstDense,
     KeySketch,
@@ -61,6 +63,25 @@ def policy_of(config: SparseConfig) -> Policy:
         own |= {"share": budget.share}
     tokens = most + (1 if config.unit == 1 else 0)
     return Policy(budget=tokens, dense_layers=layers.n, **scoring(config), **own)
+
+
+def policy_at(config: SparseConfig, length: int) -> Policy:
+    """The policy that a config is at contexts of about ``length`` tokens, with anchors or without.
+
+    Raises:
+        ValueError: as :func:`policy_of`.
+    """
+    layers = config.layers
+    if not isinstance(layers, Anchors):
+        return policy_of(config)
+    floor, fraction = config.budget.list_size
+    heads = tuple(layers.role(i).heads or () for i in range(config.model.num_hidden_layers))
+    return Policy(
+        budget=max(floor, math.ceil(fraction * (length - 1))) + 1,
+        anchors=layers.anchors,
+        head_maps=heads,
+        **scoring(config),
+    )
 
 
 def scoring(config: SparseConfig) -> dict[str, Any]:

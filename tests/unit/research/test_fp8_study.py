@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_sparse.config import configs_dir, load_preset
+from sglang_sparse.config import configs_dir
 from sglang_sparse.research import fp8_study
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
@@ -158,15 +157,3 @@ def test_the_command_goes_on_and_compares_every_arm(
     for row in compared:
         own = fp8_study.paired(cell[row["arm"]], cell[row["than"]])
         assert row == {"tasks": "words", "arm": row["arm"], "than": row["than"], **own}
-
-
-@pytest.mark.parametrize("name", ["kascade", "kascade_sketch"])
-def test_presets_with_anchors_are_measured_as_they_are_shipped(name: str) -> None:
-    config, layers = load_preset("reference", name), 6
-    policy = fp8_study.anchored(name, layers, 4096)
-    assert policy.budget == 1 + max(config.budget.list_size[0], math.ceil(0.1 * 4095))
-    if name == "kascade":
-        assert (policy.kind, policy.pool) == ("oracle", config.score.pool)
-        return
-    named = policy.channels, policy.reduce, policy.storage
-    assert named == (config.score.channels, config.score.reduce, config.score.storage)

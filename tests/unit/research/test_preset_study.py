@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -75,3 +76,16 @@ def test_the_command_measures_and_prints_a_table(
     assert 28 <= touched["psa_sketch"] < touched["psa"] < touched["dense"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["rows"]["psa"]["cells"][0]["task"] == "passkey"
+
+
+@pytest.mark.parametrize("name", ["kascade", "kascade_sketch"])
+def test_presets_with_anchors_are_measured_as_they_are_shipped(name: str) -> None:
+    config = load_preset("reference", name)
+    policy = preset_study.policy_at(config, 4096)
+    assert policy.anchors == config.layers.anchors
+    assert policy.budget == 1 + max(config.budget.list_size[0], math.ceil(0.1 * 4095))
+    if name == "kascade":
+        assert (policy.kind, policy.pool) == ("oracle", config.score.pool)
+        return
+    named = policy.channels, policy.reduce, policy.storage
+    assert named == (config.score.channels, config.score.reduce, config.score.storage)
