@@ -17,9 +17,8 @@ from sglang_sparse_radix.host_kv import HostKVPool
 logger = logging.getLogger(__name__)
 
 _INT32_BYTES = 4
-_ORDER_BYTES = (
-    4 * _INT32_BYTES
-)  # a frame's owner, stamp, place in the order, and whether it arrives
+# A frame's owner, stamp and place in the order, and whether it arrives.
+_ORDER_BYTES = 4 * _INT32_BYTES
 # With less a step finds hardly more than what the step before it read, see docs/host-memory.md.
 _ENOUGH = 2
 _LOWER = (

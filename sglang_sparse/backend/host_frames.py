@@ -39,14 +39,9 @@ from sglang_sparse_kernels.step import (
     AttendUntil,
     Fetch,
     FetchAhead,
-    FetchNext,
     Stage,
 )
 from sglang_sparse_radix.host_kv import HostKVPool, StagedPlanes
-
-# Whether each round of a share of the mass is loaded while the one before attends. Off until it is
-# measured: rows that stop load in vain (kernels/bench/notes/frames.md).
-NEXT_ROUND_AHEAD = False
 
 
 class HostFrames:
@@ -58,9 +53,8 @@ class HostFrames:
     """
 
     def __init__(
-        self, pool: HostKVPool, build: Build, sizes: FrameSizes, prompts: HostPrompts, *,
-        next_round_ahead: bool,
-    ) -> None:  # fmt: skip
+        self, pool: HostKVPool, build: Build, sizes: FrameSizes, prompts: HostPrompts
+    ) -> None:
         """Make the frames; for the arguments see :func:`make_frames`."""
         self._pool, self.prompts, self._impl = pool, prompts, build.impl
         device, page = build.device, pool.page_size
@@ -75,9 +69,7 @@ class HostFrames:
         self._found_ahead: list[FoundFrames] = []
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._workspace = build.attention
-        self._rounds = Rounds.allocate(
-            build.limits.rows_a_pass, pool.head_num, device, None, ahead=next_round_ahead
-        )
+        self._rounds = Rounds.allocate(build.limits.rows_a_pass, pool.head_num, device, None)
         self._sums = DeviceSums(COUNTERS, frames.counters)
         # Keys of pages that are being written, as the planes' kernels read them.
         rows, heads = sizes.pinned_pages, (pool.head_num, pool.head_dim)
@@ -100,10 +92,7 @@ class HostFrames:
     def until(self, layer: int, stage: AttendUntil) -> Stage:
         """`stage` of a layer, a global id, over frames that are loaded as far as it goes."""
         rounds = replace(self._rounds, workspace=stage.workspace)
-        fetch = self._fetch(layer)
-        if rounds.ahead:
-            fetch = FetchNext(**vars(fetch), beside=self._beside)
-        return AttendFramesUntil(fetch, stage, rounds)
+        return AttendFramesUntil(self._fetch(layer), stage, rounds)
 
     def ahead(
         self, layers: Sequence[int], head_maps: Sequence[torch.Tensor | None]
@@ -266,9 +255,8 @@ class HostFrames:
 
 
 def make_frames(
-    config: SparseConfig, pool: HostKVPool, build: Build, prompts: HostPrompts, max_context: int,
-    *, next_round_ahead: bool = NEXT_ROUND_AHEAD,
-) -> HostFrames:  # fmt: skip
+    config: SparseConfig, pool: HostKVPool, build: Build, prompts: HostPrompts, max_context: int
+) -> HostFrames:
     """The frames of a server.
 
     Args:
@@ -277,7 +265,6 @@ def make_frames(
         build: what layers share.
         prompts: the copies that prompts attend to.
         max_context: tokens of the longest request.
-        next_round_ahead: rounds of a share of the mass are loaded while those before them attend.
 
     Raises:
         ConfigError: `placement.device_bytes` is too little.
@@ -290,4 +277,4 @@ def make_frames(
         max_context=max_context,
         copy_pages=prompts.pages,
     )
-    return HostFrames(pool, build, sizes, prompts, next_round_ahead=next_round_ahead)
+    return HostFrames(pool, build, sizes, prompts)

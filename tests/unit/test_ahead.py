@@ -103,7 +103,7 @@ from sglang_sparse_kernels.ahead import compile_ahead, rehearsal, watch_launches
 compile_for_absent_gpu()
 host_kv_harness.IMPL = "triton"
 config = make_config(16, **BUDGETS[sys.argv[1]])
-twins = Twins(config, pages=13, ahead=sys.argv[3] == "True")
+twins = Twins(config, pages=13)
 side, frames = twins.hosted, twins.frames
 softmax = Softmax(0.1)
 
@@ -171,16 +171,14 @@ def test_no_batch_launches_what_was_not_rehearsed() -> None:
 
 
 @pytest.mark.skipif(version("sglang") != "0.5.17", reason="refused with this version of SGLang")
-@pytest.mark.parametrize(
-    ("budget", "ahead"), [("tokens", False), ("scores", False), ("scores", True), ("reuse", False)]
-)
+@pytest.mark.parametrize("budget", ["tokens", "scores", "reuse"])
 def test_no_batch_over_kv_in_host_memory_launches_what_was_not_rehearsed(
-    budget: str, ahead: bool, tmp_path: Path
+    budget: str, tmp_path: Path
 ) -> None:
     tests = Path(__file__).parents[1]
     folders = [str(tests / "support"), str(tests / "unit" / "radix"), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-c", HOSTED, budget, str(tmp_path / "cache"), str(ahead)],
+        [sys.executable, "-c", HOSTED, budget, str(tmp_path / "cache")],
         check=False, capture_output=True, text=True,
         env=os.environ | environment(tmp_path) | {"PYTHONPATH": os.pathsep.join(folders)},
     )  # fmt: skip

@@ -3,7 +3,6 @@
 
 A round attends to a part of each list. What the next one attends to is known after it, so only that
 is to be fetched. The number of rounds is fixed; a row that has stopped takes no part in later ones.
-The most that the next one may attend to is known before it, so that may be fetched while it runs.
 """
 
 from dataclasses import replace
@@ -23,14 +22,14 @@ def begin_rounds(
     plan: DecodePlan, ranking: Lists, stop: MassStop, state: StopState, rounds: Rounds, *,
     impl: Impl,
 ) -> None:  # fmt: skip
-    """Say what the first round attends to: as many microbatches as were taken last time.
+    """Say what the first round attends to: ``MORE_TOKENS`` more than was taken last time.
 
     Args:
         plan: R rows.
         ranking: as for :func:`.progressive_decode_attention`, without windows.
         stop: as there.
         state: ``expected`` is read.
-        rounds: of round 0, R rows; rewritten, with what may be loaded for round 1.
+        rounds: of round 0, R rows; rewritten.
         impl: "triton", "cpu" or "torch".
 
     Raises:
@@ -61,8 +60,7 @@ def attend_round(
 
     Round 0 attends to the tail and to the part that :func:`begin_rounds` said. Each round ends with
     the stop checks of what was attended to. A row goes on to where it stops at the latest, were
-    nothing further on of any mass, but at most to twice the microbatches that it took till then; in
-    the last round as far as it takes.
+    nothing further on of any mass.
 
     Args:
         q: [R, H * G, D], as for :func:`.progressive_decode_attention`, as are all that follow.
@@ -71,8 +69,7 @@ def attend_round(
         ranking: without windows.
         stop: as there.
         state: rewritten.
-        rounds: of this round; its span becomes that of the next one. What may be loaded while that
-            one attends is written for rows that go on, as if they went on after it, too.
+        rounds: of this round; its span becomes that of the next one.
         softmax: scale and cap of the logits.
         out: [R, H * G, D], q's dtype, contiguous. It is complete after the last round.
         impl: "triton", "cpu" or "torch".

@@ -26,7 +26,7 @@ from .kernel import (
     progress_of,
 )
 from .rounds_state import Rounds
-from .types import ROUNDS, MassStop, StopState
+from .types import MORE_TOKENS, ROUNDS, MassStop, StopState
 from .work_kernel import Rows, attend_split, candidate_units, chunk_plan, row_plan
 
 # Not measured on a GPU yet.
@@ -44,11 +44,6 @@ class Span(NamedTuple):
         """The tensors of ``span``."""
         return Span(span.first, span.last)
 
-    @staticmethod
-    def following(rounds: Rounds) -> "Span | None":
-        """The tensors of :attr:`Rounds.following`."""
-        return None if rounds.following is None else Span.of(rounds.following)
-
 
 @triton.jit
 def _units(chunks, first_chunks, first_units, candidates, L: tl.constexpr):
@@ -57,24 +52,18 @@ def _units(chunks, first_chunks, first_units, candidates, L: tl.constexpr):
     return tl.minimum(first_units + (chunks - first_chunks) * step, candidates)
 
 
-@triton.jit
-def _twice(last, first_units, candidates):
-    """Where a list is twice as many microbatches further than at ``last``."""
-    return tl.minimum(2 * last - first_units, candidates)
-
-
 @triton.jit(
     do_not_specialize=["count"], do_not_specialize_on_alignment=[*SLICES, "epsilons", "shares"]
 )
 def begin_rounds_kernel(
-    rows, k_units, ranked, expected, request_slots, epsilons, shares, span, following, progress,
-    windows, capacity, count, L: tl.constexpr, BT: tl.constexpr,
+    rows, k_units, ranked, expected, request_slots, epsilons, shares, span, progress, windows,
+    capacity, count, MORE: tl.constexpr, L: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     o_r = tl.program_id(0) * BT + tl.arange(0, BT)
     m_r = o_r < count
     i_rh = tl.where(m_r, o_r, 0)
     i_e = tl.load(request_slots + i_rh // L.H).to(tl.int64) * L.H + i_rh % L.H
-    b_expected = tl.maximum(tl.load(expected + i_e), 1)
+    b_expected = tl.maximum(tl.load(expected + i_e), 1) + MORE
     b_candidates = candidate_units(k_units, rows.list_rows, ranked, windows, i_rh, capacity, L.H)
     _, _, b_prologue, b_total, _, b_first_units, _ = row_plan(rows, windows, i_rh, b_candidates, L)
     _, _, b_first_chunks, b_batches, _ = chunk_plan(b_prologue, b_total, L)
@@ -85,10 +74,6 @@ def begin_rounds_kernel(
     tl.store(progress.candidates + o_r, b_candidates, mask=m_r)
     tl.store(span.first + o_r, tl.zeros_like(b_last), mask=m_r)
     tl.store(span.last + o_r, b_last, mask=m_r)
-    if following is not None:
-        b_twice = _twice(b_last, b_first_units, b_candidates)
-        tl.store(following.first + o_r, b_last, mask=m_r)
-        tl.store(following.last + o_r, b_twice, mask=m_r)
     tl.store(shares + o_r, tl.load(epsilons + i_rh // L.H), mask=m_r)
 
 
@@ -119,14 +104,11 @@ def attend_round_kernel(work, progress, count, L: tl.constexpr, T: tl.constexpr)
 @triton.jit(do_not_specialize_on_alignment=SLICES)
 def finish_round_kernel(
     rows, windows, chunks, progress, reached, expected, request_slots, epsilons, residual,
-    checks_held, out, counters, span, ahead, L: tl.constexpr, C: tl.constexpr, BOUND: tl.constexpr,
-    LAST: tl.constexpr,
+    checks_held, out, counters, span, L: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Find where a row and KV head stops, or the part that the next round attends to.
 
-    With BOUND that is at most as much as all rounds before. In the LAST round all stop, and their
-    chunks up to the stop are merged. ``ahead``, which may be None, is what the round after the next
-    one attends to at the most.
+    In the LAST round all stop, and their chunks up to the stop are merged.
     """
     i_rh, i_d = tl.program_id(0), tl.program_id(1)
     attended, extended = tl.load(progress.attended + i_rh), tl.load(progress.extended + i_rh)
@@ -151,8 +133,6 @@ def finish_round_kernel(
             _tiles, _chunk_tiles, first_chunks, _batches, _all = chunk_plan(prologue, total, L)
             # One chunk more: sums that are rounded elsewhere may stop one later.
             latest = tl.minimum(stop + 1, most)
-            if BOUND:
-                latest = tl.minimum(latest, 2 * extended - first_chunks)
             following = tl.where(stop > extended, latest, extended)
             tl.store(progress.attended + i_rh, extended)
             tl.store(progress.extended + i_rh, following)
@@ -161,10 +141,6 @@ def finish_round_kernel(
             last = _units(following, first_chunks, first_units, candidates, L)
             tl.store(span.first + i_rh, first)
             tl.store(span.last + i_rh, last)
-            if ahead is not None:
-                twice = _twice(last, first_units, candidates)
-                tl.store(ahead.first + i_rh, last)
-                tl.store(ahead.last + i_rh, tl.where(stop > extended, twice, last))
 
 
 def begin_rounds_triton(
@@ -176,8 +152,8 @@ def begin_rounds_triton(
     rows = Rows(plan.seq_lens, plan.tail_start, ranking.rows, always.sink, always.recent)
     begin_rounds_kernel[(triton.cdiv(count, TILE_ROWS),)](
         rows, plan.k_units, ranking.counts, state.expected, plan.request_slots, stop.epsilons,
-        rounds.epsilons, Span.of(rounds.span), Span.following(rounds),
-        progress_of(rounds.workspace), ranking.window_args, ranking.capacity, count,
+        rounds.epsilons, Span.of(rounds.span), progress_of(rounds.workspace), ranking.window_args,
+        ranking.capacity, count, MORE=MORE_TOKENS // stop.microbatch,
         L=constants(layout_of(ranking, stop, 1, 1, output=True)), BT=TILE_ROWS,
     )  # fmt: skip
 
@@ -197,6 +173,5 @@ def attend_round_triton(
     )
     finish_round_kernel[(made.row_heads, q.shape[2] // CHANNELS if last else 1)](
         *check_arguments(made, plan, stop, state, out), Span.of(rounds.span),
-        Span.following(rounds.round(rounds.number + 1)),
-        BOUND=rounds.number < ROUNDS - 2, LAST=last, **made.finish,
+        LAST=last, **made.finish,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 from .reference import RankedRow, forced_units, prologue_units, stop_at
 from .rounds_state import Rounds
-from .types import ROUNDS, MassStop, StopState
+from .types import MORE_TOKENS, ROUNDS, MassStop, StopState
 
 
 def begin_rounds_reference(
@@ -15,28 +15,16 @@ def begin_rounds_reference(
 ) -> None:
     """See :func:`sglang_sparse_kernels.progressive.begin_rounds`."""
     assert state.expected is not None
-    span, following = rounds.span, rounds.following
-    step = stop.microbatch // ranking.unit
+    span, step = rounds.span, stop.microbatch // ranking.unit
     for row in range(plan.num_rows):
         kept = min(int(plan.k_units[row]), ranking.capacity)
         counts = ranking.counts[int(ranking.rows[row])].clamp(0, kept)
         taken = state.expected[int(plan.request_slots[row])].clamp(min=1)
-        first = _first_units(plan, ranking, stop, row)
+        taken = taken + MORE_TOKENS // stop.microbatch
+        forced = forced_units(int(plan.tail_start[row]), ranking.unit, stop.always)
+        first = prologue_units(forced, step)
         span.first[row] = 0
         span.last[row] = torch.minimum(counts, first + taken * step)
-        if following is not None:
-            following.first[row] = span.last[row]
-            following.last[row] = _twice(span.last[row], first, counts)
-
-
-def _first_units(plan: DecodePlan, ranking: Lists, stop: MassStop, row: int) -> int:
-    forced = forced_units(int(plan.tail_start[row]), ranking.unit, stop.always)
-    return prologue_units(forced, stop.microbatch // ranking.unit)
-
-
-def _twice(last: torch.Tensor, first: int, counts: torch.Tensor) -> torch.Tensor:
-    """Where lists of ``counts`` units are twice as many microbatches further than at ``last``."""
-    return torch.minimum(2 * last - torch.clamp(counts, max=first), counts)
 
 
 def attend_round_reference(
@@ -46,7 +34,7 @@ def attend_round_reference(
     """See :func:`sglang_sparse_kernels.progressive.attend_round`."""
     assert state.expected is not None
     heads, span, number = kv.num_heads, rounds.span, rounds.number
-    last_round, ahead = number == ROUNDS - 1, rounds.round(number + 1).following
+    last_round = number == ROUNDS - 1
     for row in range(plan.num_rows):
         held = span.last[row].long()
         goes = (held > span.first[row]) | (number == 0)
@@ -64,15 +52,9 @@ def attend_round_reference(
                 at = torch.minimum(at, at_held)
             stopped = goes & (at <= at_held)
             latest = (at + 1).clamp(max=missing.shape[1] - 1)
-            if number < ROUNDS - 2:
-                latest = torch.minimum(latest, 2 * at_held)
             got = attended.gather(1, at[:, None])[:, 0]
             following = attended.gather(1, latest[:, None])[:, 0].where(goes & ~stopped, held)
             span.first[row], span.last[row] = held.int(), following.int()
-            if ahead is not None:
-                twice = _twice(following, _first_units(plan, ranking, stop, row), ranked.counts)
-                ahead.first[row] = following
-                ahead.last[row] = twice.where(goes & ~stopped, following)
             if state.counters is not None and stopped.any():
                 final = missing.gather(1, at[:, None])[:, 0]
                 ranked.count(stopped, got, final, epsilon, state.counters)

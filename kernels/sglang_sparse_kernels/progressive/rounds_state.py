@@ -7,7 +7,7 @@ import torch
 
 from ..common import Device, check_contiguous, check_dtype, check_shape
 from ..records import ListSpan
-from .types import ROUNDS, ProgressiveWorkspace
+from .types import ProgressiveWorkspace
 
 
 @dataclass(frozen=True)
@@ -20,43 +20,27 @@ class Rounds:
             with a row for each row and KV head.
         workspace: at least R rows. Needed by "triton".
         number: of this round, from 0 on.
-        ahead: what round 1 attends to at the most, what round 2 does, and so on, where it is loaded
-            while the round before attends; else empty. The last round is not among them: only the
-            check before it says how far it goes.
     """
 
     span: ListSpan
     epsilons: torch.Tensor
     workspace: ProgressiveWorkspace | None
     number: int = 0
-    ahead: tuple[ListSpan, ...] = ()
 
     @classmethod
     def allocate(
         cls, max_rows: int, num_kv_heads: int, device: Device,
-        workspace: ProgressiveWorkspace | None, *, ahead: bool = False,
+        workspace: ProgressiveWorkspace | None,
     ) -> "Rounds":  # fmt: skip
-        """For batches of up to ``max_rows`` rows; ``ahead``: rounds are loaded ahead."""
+        """For batches of up to ``max_rows`` rows."""
         epsilons = torch.zeros((max_rows, num_kv_heads), device=device)
-        # Each has a span of its own: one is written while the one before may still be read.
-        span, *spans = (
-            ListSpan.allocate(max_rows, num_kv_heads, device)
-            for _ in range(ROUNDS - 1 if ahead else 1)
-        )
-        later = tuple(replace(one, tails=False) for one in spans)
-        return cls(span, epsilons, workspace, ahead=later)
-
-    @property
-    def following(self) -> ListSpan | None:
-        """What is loaded for the next round while this one attends; None if nothing is."""
-        return self.ahead[self.number] if self.number < len(self.ahead) else None
+        return cls(ListSpan.allocate(max_rows, num_kv_heads, device), epsilons, workspace)
 
     def rows(self, batch_size: int) -> "Rounds":
         """A view of the first ``batch_size`` rows."""
         held = None if self.workspace is None else self.workspace.rows(batch_size)
-        ahead = tuple(span.rows(batch_size) for span in self.ahead)
         epsilons = self.epsilons[:batch_size]
-        return Rounds(self.span.rows(batch_size), epsilons, held, self.number, ahead)
+        return Rounds(self.span.rows(batch_size), epsilons, held, self.number)
 
     def round(self, number: int) -> "Rounds":
         """The same in another round."""
@@ -65,14 +49,12 @@ class Rounds:
     def heads_as_rows(self) -> "Rounds":
         """A view with a row for each row and KV head."""
         held = None if self.workspace is None else self.workspace.heads_as_rows()
-        ahead = tuple(span.heads_as_rows() for span in self.ahead)
         epsilons = self.epsilons.view(-1, 1)
-        return Rounds(self.span.heads_as_rows(), epsilons, held, self.number, ahead)
+        return Rounds(self.span.heads_as_rows(), epsilons, held, self.number)
 
     def check(self, rows: int, heads: int) -> None:
         """Raise ValueError unless this is for ``rows`` rows of ``heads`` KV heads."""
-        for span in (self.span, *self.ahead):
-            span.check(rows, heads)
+        self.span.check(rows, heads)
         check_shape("epsilons", self.epsilons, (rows, heads))
         check_dtype("epsilons", self.epsilons, torch.float32)
         check_contiguous("epsilons", self.epsilons)

@@ -22,9 +22,13 @@ COUNTERS = ("pairs", "blocks", "domain_blocks", "share_millionths", "cap_hits")
 """Sums that the device keeps over sparse rows and KV heads: their number, units attended to, units
 of their domains, estimated shares, and lists that ended before their share was reached."""
 
-ROUNDS = 4
-"""Rounds of attention whose KV is fetched round by round: what the last step took, twice as much,
-four times, all."""
+ROUNDS = 2
+"""Rounds of attention whose KV is fetched round by round: a little more than the last step took,
+and what is missing then."""
+
+MORE_TOKENS = 128
+"""Tokens that the first round takes beyond those of the last step. Whole microbatches, of any
+size."""
 
 MAX_PROLOGUE_CHUNKS = 32
 """Most chunks before the first microbatch. In a dense row they hold the whole context."""

@@ -8,7 +8,6 @@ from .frames import (
     AttendFramesUntil,
     Fetch,
     FetchAhead,
-    FetchNext,
 )
 from .stages import (
     Attend,
@@ -34,7 +33,6 @@ __all__ = [
     "ExactScore",
     "Fetch",
     "FetchAhead",
-    "FetchNext",
     "FindStop",
     "PageScore",
     "Rank",

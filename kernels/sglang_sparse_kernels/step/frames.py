@@ -57,49 +57,6 @@ class Fetch:
             out=step.out.view(shape),
         )  # fmt: skip
 
-    def round(self, step: StepContext, ranking: Lists, part: Rounds) -> StepContext:
-        """Fetch what a round attends to of ``ranking``; the step as its attention takes it."""
-        self.run(step, ranking, part.span)
-        return self.by_head(replace(step, lists=ranking))
-
-
-@dataclass(frozen=True)
-class FetchNext(Fetch):
-    """Fetches for the next round while a round attends (PSA, section 3.3).
-
-    What the next one takes is not known yet, so it is loaded for all rows that have not stopped, as
-    far as it may go at the most. On a GPU a second stream does it, behind the load of the round
-    that attends, and the next round waits for it: so no two lookups run at once, and a graph holds
-    both streams. The last round, whose end only a check knows, fetches for itself.
-
-    Attributes:
-        beside: the second stream; None on a CPU.
-    """
-
-    beside: torch.cuda.Stream | None
-
-    @property
-    def ahead(self) -> Fetch:
-        """What fetches for the next round.
-
-        It marks no frames. Attention of this round waits for the marks of its own load alone: with
-        others, its programs could keep the load that takes them away from starting.
-        """
-        return Fetch(replace(self.pool, arriving=None), self.host, self.layer, self.found)
-
-    def round(self, step: StepContext, ranking: Lists, part: Rounds) -> StepContext:
-        """As of :class:`Fetch`; then fetch what ``part`` says of the next round."""
-        if 0 < part.number <= len(part.ahead):
-            if self.beside is not None:
-                torch.cuda.current_stream(self.beside.device).wait_stream(self.beside)
-            each = self.ahead.by_head(replace(step, lists=ranking))
-        else:
-            each = super().round(step, ranking, part)
-        if part.following is not None:
-            with _beside(self.beside):
-                self.ahead.run(step, ranking, part.following, timed=False)
-        return each
-
 
 def _beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     """A context of ``stream``, behind what the current one was given; of nothing if None."""
@@ -203,7 +160,7 @@ class AttendFramesUntil:
     written equals what :class:`.AttendUntil` writes over resident KV, to the bit.
 
     Attributes:
-        fetch: of this layer; a :class:`FetchNext` where ``rounds`` say what is loaded ahead.
+        fetch: of this layer.
         until: what would attend over resident KV.
         rounds: scratch that layers may share.
     """
@@ -214,9 +171,8 @@ class AttendFramesUntil:
 
     def run(self, step: StepContext) -> None:
         """Write the step's output and the counts of its lists."""
-        rows, impl = step.plan.num_rows, step.impl
+        impl, rounds = step.impl, self.rounds.rows(step.plan.num_rows)
         ranking, stop, state = self.until.of(step)
-        rounds = self.rounds.rows(rows)
         begin_rounds(step.plan, ranking, stop, state, rounds, impl=impl)
         assert state.expected is not None
         residual = stop.residual
@@ -226,9 +182,11 @@ class AttendFramesUntil:
             residual=None if residual is None else residual.flatten(0, 1).unsqueeze(1),
         )
         state = StopState(state.reached.view(-1, 1), state.expected.view(-1, 1), state.counters)
+        # Once, since queries that are not contiguous are copied for it.
+        each = self.fetch.by_head(replace(step, lists=ranking))
         for number in range(ROUNDS):
             part = rounds.round(number)
-            each = self.fetch.round(step, ranking, part)
+            self.fetch.run(step, ranking, part.span)
             attend_round(
                 each.q, each.kv, each.plan, each.lists, stop, state, part.heads_as_rows(),
                 softmax=step.softmax, out=each.out, impl=impl,

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over frames until a share is reached: bits, stops, and what is loaded for it."""
 
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,20 +14,26 @@ from sglang_sparse_kernels import (
     Always,
     AttendFramesUntil,
     AttendUntil,
-    Fetch,
     HeadWindows,
     Lists,
     MassStop,
-    StepContext,
     make_progressive_workspace,
     num_chunks,
     num_stop_checks,
 )
-from sglang_sparse_kernels.progressive import ROUNDS, Rounds, StopState, attend_round, kernel
+from sglang_sparse_kernels.progressive import (
+    ROUNDS,
+    Rounds,
+    StopState,
+    attend_round,
+    kernel,
+    rounds_kernel,
+    rounds_reference,
+)
 from sglang_sparse_kernels.progressive.reference import forced_units, prologue_units
-from sglang_sparse_kernels.step import FetchNext
 
 LENGTHS = [520, 1, 333, 96]
+MORE = 32  # tokens, so that short lists have a second round
 CAPACITY_TOKENS = 352
 ALWAYS = Always(4, 8)
 EPSILONS = (0.5, 0.8, 0.9, 1.0)
@@ -42,41 +46,10 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class LateFetch(Fetch):
-    """Fetches as late as a second stream may: when the next round waits for it."""
-
-    waiting: list[partial]
-
-    def run(self, *args: Any, **options: Any) -> None:
-        assert self.pool.arriving is None
-        self.waiting.append(partial(super().run, *args, **options))
-
-    def by_head(self, step: StepContext) -> StepContext:
-        self.waiting.pop()()
-        return super().by_head(step)
-
-
-@dataclass(frozen=True)
-class LateFetchNext(FetchNext):
-    """`FetchNext` whose second stream is late."""
-
-    waiting: list[partial]
-
-    @property
-    def ahead(self) -> Fetch:
-        return LateFetch(**vars(super().ahead), waiting=self.waiting)
-
-
 class MassTier(Tier):
-    """Two servers that attend until a share is reached, with what each expects and counts.
+    """Two servers that attend until a share is reached, with what each expects and counts."""
 
-    Rounds are loaded ahead if `ahead` is set, as late as may be if `late` is.
-    """
-
-    late = False
-
-    def __init__(self, case: tuple, impl: str, *, ahead: bool = False) -> None:
+    def __init__(self, case: tuple, impl: str) -> None:
         shape, self.microbatch, self.share, self.bounds = case
         unit = shape[1]
         super().__init__(shape, impl, 7, LENGTHS, CAPACITY_TOKENS // unit)
@@ -96,18 +69,8 @@ class MassTier(Tier):
         self.expected = [expected, expected.clone()]
         self.reached = [torch.full_like(expected, -7) for _ in range(2)]
         self.counters = torch.zeros((2, len(COUNTERS)), dtype=torch.int64, device=DEVICE)
-        self.rounds = Rounds.allocate(self.rows + 2, batch.heads, DEVICE, None, ahead=ahead)
-        for span in (self.rounds.span, *self.rounds.ahead):
-            span.last.fill_(2**20)
-        self.ahead, self.beside = ahead, None
-        if DEVICE.type == "cuda":
-            self.beside = torch.cuda.Stream(DEVICE)
-
-    def fetch(self, layer: int) -> Fetch:
-        given: dict[str, Any] = vars(super().fetch(layer))
-        if self.ahead and self.late:
-            return LateFetchNext(**given, beside=self.beside, waiting=[])
-        return FetchNext(**given, beside=self.beside) if self.ahead else Fetch(**given)
+        self.rounds = Rounds.allocate(self.rows + 2, batch.heads, DEVICE, None)
+        self.rounds.span.last.fill_(2**20)
 
     def ranking(self, rng: torch.Generator) -> Lists:
         """Units in any order."""
@@ -179,16 +142,10 @@ class MassTier(Tier):
         return ends
 
 
-def allowed(begin: int, stop: int) -> int:
-    """Microbatches that may be loaded: as many as a row began with, twice, or four times those."""
-    begin = max(begin, 1)
-    return next((n for n in (begin, 2 * begin, 4 * begin) if stop <= n), 1000)
-
-
-def looked_up(begin: int, stop: int, *, ahead: bool) -> int:
-    """Microbatches that may be looked up; `ahead` with those that the next round might take."""
-    most, begin = allowed(begin, stop), max(begin, 1)
-    return 2 * most if ahead and most < 4 * begin else most
+def allowed(begin: int, stop: int, microbatch: int) -> int:
+    """Microbatches that may be looked up: a few more than a row began with, or any."""
+    first = max(begin, 1) + MORE // microbatch
+    return first if stop <= first else 1000
 
 
 def assert_same_counts(one: torch.Tensor, other: torch.Tensor, impl: str, pairs: int) -> None:
@@ -206,21 +163,22 @@ def assert_same_counts(one: torch.Tensor, other: torch.Tensor, impl: str, pairs:
 
 
 @pytest.fixture(autouse=True)
-def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few parts of what is attended to in any case, so that dense rows' hold several tiles."""
     monkeypatch.setattr(kernel, "MAX_PROLOGUE_CHUNKS", 3)
+    for module in (rounds_kernel, rounds_reference):
+        monkeypatch.setattr(module, "MORE_TOKENS", MORE)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("impl", "steps"), steps_of(cpu=120, triton=2))
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 def test_output_stops_and_loads_are_those_of_algorithm_1(
-    impl: str, steps: int, case: tuple, ahead: bool
+    impl: str, steps: int, case: tuple
 ) -> None:
-    tier = MassTier(case, impl, ahead=ahead)
+    tier = MassTier(case, impl)
     batch, seen = tier.batch, set()
     for number in range(steps):
-        rng, tier.late = tier.begin_step(number), number % 4 in (1, 2)
+        rng = tier.begin_step(number)
         slots = batch.plan.request_slots.long()
         for layer in range(LAYERS):
             ranking = tier.ranking(rng)
@@ -243,19 +201,14 @@ def test_output_stops_and_loads_are_those_of_algorithm_1(
             if impl == "triton":  # the definition over resident KV expects nothing
                 assert tier.expected[1][slots].tolist() == after
             pairs = [list(zip(*both, strict=True)) for both in zip(before, after, strict=True)]
-            most = tier.ends([[looked_up(*pair, ahead=ahead) for pair in row] for row in pairs])
+            most = tier.ends([[allowed(*pair, tier.microbatch) for pair in row] for row in pairs])
             read = tier.reached[0][slots].tolist()
             used = tier.used(layer)
             assert tier.blocks(layer, ranking, read) <= used
             assert tier.pool.counters[:2].sum() - counted == len(used)
-            if ahead:  # what round 1 takes at the most, even where all rows stop in round 0
-                least = tier.ends([[2 * max(pair[0], 1) for pair in row] for row in pairs])
-                assert tier.blocks(layer, ranking, least) <= used
             assert used <= tier.blocks(layer, ranking, most)
-            seen |= {allowed(*pair) // max(pair[0], 1) for row in pairs for pair in row}
-    assert {1, 2} <= seen
-    if impl == "cpu":
-        assert {1, 2, 4} < seen
+            seen |= {allowed(*pair, tier.microbatch) == 1000 for row in pairs for pair in row}
+    assert seen == {False, True}
     hits, loads, unserved, _ = tier.pool.counters.tolist()
     assert hits > 0
     assert loads > 0
@@ -263,12 +216,10 @@ def test_output_stops_and_loads_are_those_of_algorithm_1(
 
 
 @pytest.mark.parametrize("impl", [impl for impl, _ in steps_of(cpu=1, triton=1)])
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_what_is_loaded_ahead_counts_as_loads_and_not_as_stall(impl: str, ahead: bool) -> None:
-    tier = MassTier(CASES["pages"], impl, ahead=ahead)
+def test_nothing_more_is_loaded_for_rows_that_stop_in_the_first_round(impl: str) -> None:
+    tier = MassTier(CASES["pages"], impl)
     there: set[int] = set()
-    # All stop behind the first microbatch. The second step begins with what may have been loaded
-    # ahead in the first.
+    # All stop behind the first microbatch.
     for taken in (1, 2):
         rng, before = tier.begin_step(0), tier.pool.counters.tolist()
         tier.expected[0].fill_(taken)
@@ -278,29 +229,19 @@ def test_what_is_loaded_ahead_counts_as_loads_and_not_as_stall(impl: str, ahead:
         tier.attend(stage, q, replace(ranking, counts=tier.reached[0]))
         after = tier.pool.counters.tolist()
         hits, loads, unserved, stall = (new - old for new, old in zip(after, before, strict=True))
-        ends = tier.ends([[2 * taken if ahead else taken] * tier.batch.heads] * tier.rows)
+        ends = tier.ends([[taken + MORE // tier.microbatch] * tier.batch.heads] * tier.rows)
         used = tier.blocks(0, ranking, ends)
         assert tier.used(0) == used
         assert (hits, loads, unserved) == (len(used & there), len(used - there), 0)
         assert loads > 0
         there = used
     assert hits > 0
-    if ahead:
-        assert stall == 0
-        # Nothing more is loaded for rows that have stopped.
-        selects = tier.batch.plan.k_units > 0
-        assert all(
-            torch.equal(span.first[: tier.rows][selects], span.last[: tier.rows][selects])
-            for span in tier.rounds.ahead[1:]
-        )
-    elif impl == "cpu":
+    if impl == "cpu":
         assert stall > 0
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
-def test_both_implementations_look_up_the_same_blocks(ahead: bool) -> None:
-    case = CASES["pages"]
-    tiers = [MassTier(case, impl, ahead=ahead) for impl in ("cpu", "triton")]
+def test_both_implementations_look_up_the_same_blocks() -> None:
+    tiers = [MassTier(CASES["pages"], impl) for impl in ("cpu", "triton")]
     for number in range(2):
         for tier in tiers:
             rng = tier.begin_step(number)

@@ -121,10 +121,9 @@ class Twins:
 
     def __init__(
         self, config: SparseConfig, *, pages: int = 40, seed: int = 0, prompts: int = 1,
-        ahead: bool = False,
     ) -> None:  # fmt: skip
-        """`prompts` of the hosted side may share a batch; it loads rounds `ahead`."""
-        self.config, self.page, self.prompts, self.ahead = config, config.page_size, prompts, ahead
+        """`prompts` of the hosted side may share a batch."""
+        self.config, self.page, self.prompts = config, config.page_size, prompts
         gc.collect()  # pools of earlier tests end now, and not while a graph is captured
         self.numbers, self.rng = torch.Generator().manual_seed(seed), Random(seed)
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
@@ -172,7 +171,7 @@ class Twins:
         config = self.config.model_copy(
             update={"placement": self.config.placement.model_copy(update={"device_bytes": least})}
         )
-        made = make_frames(config, pool, build, prompts, CONTEXT, next_round_ahead=self.ahead)
+        made = make_frames(config, pool, build, prompts, CONTEXT)
         return replace(build, fetched=made)
 
     # The schedule.
