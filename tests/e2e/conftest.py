@@ -44,7 +44,8 @@ TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 ALL_TILES = TILES | {"fraction": 1.0}
 # No head of the last layer takes its own list; of two ranks, each has what its heads take.
 WITHIN_RANKS = {"reuse": [{"layer": 5, "heads": [1, 0, 2, 2]}], "calibration": "uncalibrated"}
-MAPPED = {"min_sparse_tokens": 64, "prefill": TILES, "layers": WITHIN_RANKS}
+FLOOR = {"budget": {"floor": 128}}
+MAPPED = FLOOR | {"min_sparse_tokens": 64, "prefill": TILES, "layers": WITHIN_RANKS}
 BLOCKS = {"kind": "block_bounds", "fraction": 0.5, "floor": 256, "min_tokens": 256}
 ALL_BLOCKS = BLOCKS | {"fraction": 1.0}
 ONE_LIST = {
@@ -60,7 +61,7 @@ HELD: dict[str, dict[str, object]] = {
     "given-back": {"retention": {"kind": "streaming_window", "share": WINDOW_TOKENS / 8192}},
 }
 WHOLE_MASS = {
-    "budget": {"epsilon": 1.0, "cap": 32768},
+    "budget": {"epsilon": 1.0, "cap": 32768, "estimator": "observed_min", "margin": 0},
     "min_sparse_tokens": 64,
     "cadence": {"every": 4},
 }
@@ -170,7 +171,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
         [
-            *sparse("kascade", SOON | {"prefill": TILES}),
+            *sparse("kascade", FLOOR | SOON | {"prefill": TILES}),
             *("--chunked-prefill-size", "256"),
             *("--enable-metrics", "--disable-cuda-graph"),
         ],

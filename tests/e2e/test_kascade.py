@@ -49,7 +49,7 @@ def test_anchors_and_reuse_layers_reach_the_mass_of_an_implementation_of_its_own
     answers_one_by_one(live, ids)
     layers = seen_since(before["fidelity"], live.sparse_state()["fidelity"])
     config = load_preset("reference", "kascade")
-    floor, fraction = config.budget.list_size
+    floor, fraction = (before["axes"]["budget"][key] for key in ("floor", "fraction"))
     assert fraction * (255 + TOKENS) < floor
     # A policy counts the token that is decoded among the recent ones.
     policy = Policy(

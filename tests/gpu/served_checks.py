@@ -41,7 +41,11 @@ WHOLE: dict[str, tuple[dict[str, Any], float]] = {
     "page_minmax": ({"tokens": 256, "max_tokens": 32768}, 32768),
     "kascade": ({"max_fraction": 1.0}, 1.0),
     "kascade_sketch": ({"max_fraction": 1.0}, 1.0),
-    "psa": ({"max_epsilon": 1.0, "cap": 16384}, 1.0),
+    # The estimator by which a share of one is the whole context.
+    "psa": (
+        {"max_epsilon": 1.0, "cap": 16384, "estimator": "observed_min", "margin": 0},
+        1.0,
+    ),
     "psa_sketch": ({"max_epsilon": 1.0, "cap": 4096}, 1.0),  # the most that it can rank
     "lserve": ({"tokens": 256, "max_tokens": 32768}, 32768),
 }
