@@ -100,7 +100,8 @@ def _pair(folder: str, label: str, cell: tuple[int, int, bool], key: str) -> tup
 
 def headline() -> str:
     """README's five rows: dense, sparse, and how many times faster, each of one run."""
-    turns = json.loads((RESULTS / "h200-turns" / "1k-first.json").read_text(encoding="utf-8"))
+    path = RESULTS / "h200-turns" / "1k-first.json.gz"
+    turns = json.loads(gzip.decompress(path.read_bytes()))
     short = next(c for c in turns["cells"] if (c["context"], c["batch"]) == (1000, 16))["servers"]
     rows = [
         (

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from objectives import LEAST_SECONDS, MET, MISSED, MOST_QUEUED_SECONDS, UNDECIDED
+from objectives import LEAST_SECONDS, MET, MISSED, UNDECIDED
 
 Reports = list[dict[str, Any]]
 STYLE = """
@@ -33,7 +33,8 @@ RULE = (
     "queue stays within 2 s. The limits are the same for every server. A rate is <b>met</b> if the "
     "whole 95 % interval of the percentile lies within the limit, <b>missed</b> if all of it lies "
     "above, or if answers or the queue failed, and <b>undecided</b> otherwise, as in every trial "
-    f"under {LEAST_SECONDS:g} s."
+    f"under {LEAST_SECONDS:g} s. Beside each rate that arrived is the rate that was answered, from "
+    "the first arrival to the last answer, and the median time in the queue."
 )
 
 
@@ -78,19 +79,23 @@ def trial_at(report: dict[str, Any], rate: float | None) -> dict[str, Any] | Non
     return next((t for t in report["trials"] if t["rate"] == rate), None)
 
 
+def answered(trial: dict[str, Any]) -> float:
+    """Requests answered a second, from the first arrival to the last answer."""
+    return float(trial["done"] / trial["seconds"])
+
+
 def decisive(report: dict[str, Any], name: str) -> list[tuple[dict[str, Any], str]]:
     """The trials that answer for an objective, each with its verdict.
 
-    The highest rate that met it, the lowest that missed it, and those between them.
+    The highest rate that met it, the lowest that missed it, and all below that are undecided.
     """
     found = report["capacity"][name]
     met, missed = found["met"], found["missed"]
-    between = sorted(
+    undecided = sorted(
         t["rate"] for t in report["trials"]
         if t["verdicts"][name] == UNDECIDED and (missed is None or t["rate"] < missed)
-        and (met is None or t["rate"] > met)
     )  # fmt: skip
-    rates = [(met, MET), (missed, MISSED), *((rate, UNDECIDED) for rate in between)]
+    rates = [(met, MET), (missed, MISSED), *((rate, UNDECIDED) for rate in undecided)]
     trials = ((trial_at(report, rate), word) for rate, word in rates)
     return [(trial, word) for trial, word in trials if trial is not None]
 
@@ -106,7 +111,8 @@ def answer(report: dict[str, Any], name: str) -> str:
 def samples(report: dict[str, Any], name: str) -> str:
     """What the result of an objective rests on: a line for each of its rates.
 
-    The percentile, its interval and its gaps; the queue and the answers where it missed by them.
+    The percentile, its interval and its gaps; the rate that was answered, the median time in the
+    queue, and the answers where some are missing.
     """
     return "<br>".join(_sample(trial) for trial, _ in decisive(report, name)) or "-"
 
@@ -117,9 +123,9 @@ def _sample(trial: dict[str, Any]) -> str:
         ends = trial["gap_p99_interval_s"]
         between = "" if ends is None else " [{:.1f}, {:.1f}]".format(*(1000 * end for end in ends))
         said = f"{1000 * trial['gap_p99_s']:.1f} ms{between}, {trial['gaps']:,} gaps"
-    queued = trial["queued_p50_s"]
-    if queued is not None and queued > MOST_QUEUED_SECONDS:
-        said += f", queue {queued:.1f} s"
+    said += f", {answered(trial):.3g} answered/s"
+    if trial["queued_p50_s"] is not None:
+        said += f", queue {1000 * trial['queued_p50_s']:,.0f} ms"
     if trial["done"] < trial["sent"]:
         said += f", {trial['done']:,} of {trial['sent']:,} answered"
     return f"{trial['rate']:g}: {said}"
@@ -184,7 +190,7 @@ def _cell(value: Any, scale: float = 1, digits: int = 2) -> str:
 def _table(reports: Reports) -> str:
     heads = "".join(
         f"<th>{name} ({1000 * limit:.1f} ms): requests/s</th>"
-        "<th>P99 [95 % interval] at each</th><th>beside the first</th>"
+        "<th>at each: P99 [95 % interval]</th><th>beside the first</th>"
         for name, limit in reports[0]["limits_s"].items()
     )
     rows = []
@@ -218,7 +224,8 @@ def _trials(report: dict[str, Any]) -> str:
         ends = trial["gap_p99_interval_s"]
         interval = "-" if ends is None else f"{1000 * ends[0]:.2f} to {1000 * ends[1]:.2f}"
         rows.append(
-            f"<tr>{_cell(trial['rate'])}<td>{trial['done']} of {trial['sent']}</td>"
+            f"<tr>{_cell(trial['rate'])}{_cell(answered(trial))}"
+            f"<td>{trial['done']} of {trial['sent']}</td>"
             f"<td>{trial['gaps']:,}</td>{_cell(trial['gap_p50_s'], 1000)}"
             f"{_cell(trial['gap_p99_s'], 1000)}<td>{interval}</td>"
             f"{_cell(trial['first_token_p50_s'], 1000, 0)}{_cell(trial['queued_p50_s'], 1, 3)}"
@@ -230,7 +237,7 @@ def _trials(report: dict[str, Any]) -> str:
     heads = "".join(f"<th class=name>{html.escape(name)}</th>" for name in report["limits_s"])
     return (
         f"<h2>{html.escape(report['label'])}</h2><p>{html.escape(where)}</p>"
-        "<table><tr><th>requests/s</th><th>done</th><th>gaps</th>"
+        "<table><tr><th>requests/s</th><th>answered/s</th><th>done</th><th>gaps</th>"
         "<th>between tokens P50, ms</th><th>P99, ms</th><th>95 % interval, ms</th>"
         "<th>first token P50, ms</th><th>queue P50, s</th><th>tokens/s</th>"
         f"{heads}</tr>{''.join(rows)}</table>"
@@ -255,7 +262,7 @@ def markdown(reports: Reports) -> str:
     """The table for a Markdown page: the rates that met and missed each objective."""
     limits = reports[0]["limits_s"]
     heads = [
-        f"{name} ({1000 * limit:.1f} ms): requests/s | P99 [95 % interval] at each | "
+        f"{name} ({1000 * limit:.1f} ms): requests/s | at each: P99 [95 % interval] | "
         f"beside {reports[0]['label']}"
         for name, limit in limits.items()
     ]

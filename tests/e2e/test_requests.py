@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import openai
 import pytest
 from live_server import LiveServer, token_ids
+
+from sglang_sparse.serve_reference import FACT, example_lines
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -58,6 +61,15 @@ def test_rows_of_one_batch_answer_as_servers_that_were_started_so(
     answers = ask(live, rows, [CHOOSY, None, CHOOSY, DENSE, CHOOSY, DENSE])
     choosy, dense = expected["sparcas"], expected["dense"]
     assert answers == [choosy[0], dense[1], choosy[2], dense[0], choosy[1], dense[2]]
+
+
+def test_the_line_that_make_serve_prints_is_answered_with_the_fact(server: Server) -> None:
+    live = server("sparcas")
+    body, _, _ = example_lines(live.url)[0].rpartition(" | ")  # without curl
+    run = subprocess.run(["bash", "-c", body], capture_output=True, text=True, check=True)
+    answer = live.call("/v1/chat/completions", json.loads(run.stdout))
+    assert answer["usage"]["prompt_tokens"] > 4000
+    assert answer["choices"][0]["message"]["content"] == FACT
 
 
 def test_a_batch_that_asked_to_be_dense_runs_the_dense_variant(

@@ -16,8 +16,8 @@ RATES = rates.grid(0.25, 256)
 def outcome(rate: float, gap: float, **changes: Any) -> dict[str, Any]:
     """Of a trial of a minute, with an interval of a hundredth on both sides."""
     return {
-        "rate": rate, "arrival_seconds": 60, "sent": 100, "done": 100, "unfinished": 0,
-        "failed": 0, "gaps": 9000, "gap_p50_s": gap / 2, "gap_p99_s": gap,
+        "rate": rate, "arrival_seconds": 60, "seconds": 62.5, "sent": 100, "done": 100,
+        "unfinished": 0, "failed": 0, "gaps": 9000, "gap_p50_s": gap / 2, "gap_p99_s": gap,
         "gap_p99_interval_s": [0.99 * gap, 1.01 * gap], "first_token_p50_s": gap,
         "queued_p50_s": 0.1, "tokens_per_second": 16 * rate,
     } | changes  # fmt: skip

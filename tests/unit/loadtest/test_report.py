@@ -51,9 +51,11 @@ def test_the_page_holds_a_table_plots_and_every_trial(tmp_path: Path) -> None:
     table = (tmp_path / "capacity.md").read_text()
     assert table.splitlines()[0].count("|") == table.splitlines()[2].count("|")
     dense, sparcas = table.splitlines()[2:]
-    assert "| 7 met, 10 missed, 8 undecided | 7: 33.3 ms [33.0, 33.7], 9,000 gaps<br>10: " in dense
-    assert "| 14 met, 20 missed, 16 undecided | 14: 33.3 ms [33.0, 33.7], 9,000 gaps<br>" in sparcas
-    assert "10: 10000.0 ms [9900.0, 10100.0], 9,000 gaps, queue 5.0 s<br>8: " in dense
+    met = "33.3 ms [33.0, 33.7], 9,000 gaps, 1.6 answered/s, queue 100 ms<br>"
+    assert f"| 7 met, 10 missed, 8 undecided | 7: {met}10: " in dense
+    assert f"| 14 met, 20 missed, 16 undecided | 14: {met}" in sparcas
+    missed = "10000.0 ms [9900.0, 10100.0], 9,000 gaps, 1.6 answered/s, queue 5,000 ms<br>"
+    assert f"10: {missed}8: " in dense
     # 14 of at most 10, 20 of at least 7.
     assert "| 1.40 to 2.86 x |" in sparcas
     with pytest.raises(ValueError, match="no report"):
@@ -106,7 +108,17 @@ def test_a_rate_says_what_else_than_gaps_it_missed_by() -> None:
     found["capacity"]["strict"] = {"met": None, "missed": 10.0}
     silent = {"gap_p99_s": None, "gap_p99_interval_s": None, "gaps": 0, "done": 7}
     found["trials"] = [t | silent for t in found["trials"] if t["rate"] == 10]
-    assert report.samples(found, "strict") == "10: no gaps, queue 5.0 s, 7 of 100 answered"
+    assert report.samples(found, "strict") == (
+        "10: no gaps, 0.112 answered/s, queue 5,000 ms, 7 of 100 answered"
+    )
+
+
+def test_undecided_rates_below_the_highest_that_was_met_are_told() -> None:
+    found = capacity_report("sparcas", 20.0)
+    (trial,) = (t for t in found["trials"] if t["rate"] == 8)
+    trial["verdicts"]["strict"] = objectives.UNDECIDED
+    assert report.answer(found, "strict") == "14 met, 20 missed, 8, 16 undecided"
+    assert report.samples(found, "strict").count("gaps") == 4
 
 
 @pytest.mark.parametrize(
