@@ -31,7 +31,7 @@ def json_schema() -> dict[str, Any]:
 
 def schema_text() -> str:
     """Return the exact content of `configs/schema.json`."""
-    return json.dumps(json_schema(), indent=1) + "\n"
+    return json.dumps(json_schema(), indent=0, separators=(",", ":")) + "\n"
 
 
 @cache
