@@ -74,6 +74,7 @@ def policy_at(config: SparseConfig, length: int) -> Policy:
     layers = config.layers
     if not isinstance(layers, Anchors):
         return policy_of(config)
+    assert config.model is not None
     floor, fraction = config.budget.list_size
     heads = tuple(layers.role(i).heads or () for i in range(config.model.num_hidden_layers))
     return Policy(
@@ -92,6 +93,7 @@ def scoring(config: SparseConfig) -> dict[str, Any]:
     }  # fmt: skip
     if isinstance(score, Exact):
         return own | {"pool": score.pool}
+    assert isinstance(score, KeySketch | PageMinMax | PageMean)
     own["reduce"] = score.reduce
     if not isinstance(score, KeySketch):
         return own | {"page": config.unit}
