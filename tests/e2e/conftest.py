@@ -16,6 +16,7 @@ from drafting import drafting_servers
 from host_tier import HOST_TIER_SERVERS, VERIFY
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
+from paper_psa import PAPER
 from placed import PLACED_SERVERS
 from server_host import Host
 from streaming_heads import EQUALLY_STREAMING, STREAMING, WINDOW_TOKENS
@@ -119,7 +120,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "psa-everything": (sparse("psa", WHOLE_MASS), {}),
     "psa": (
         [
-            *sparse("psa", SOON),
+            *sparse("psa", SOON | PAPER),
             *("--enable-metrics", "--decode-log-interval", "2"),
             "--disable-cuda-graph",
         ],
@@ -162,7 +163,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": (
         [
-            *sparse("psa", SOON),
+            *sparse("psa", SOON | PAPER),
             *("--enable-metrics", "--decode-log-interval", "2"),
             *("--disable-cuda-graph", "--tp", "2"),
         ],
@@ -190,7 +191,10 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     },
     # With the map of the preset, prompts in one chunk.
     "kascade-whole": (
-        [*sparse("kascade", SOON | {"prefill": TILES}), *("--chunked-prefill-size", "4096")],
+        [
+            *sparse("kascade", FLOOR | SOON | {"prefill": TILES}),
+            *("--chunked-prefill-size", "4096"),
+        ],
         {},
     ),
     "kascade-shipped": (sparse("kascade", ASKED), {}),

@@ -14,11 +14,10 @@ import pytest
 from expected_mass import ExpectedMass, seen_since
 from live_server import KERNEL_ERROR, MASS_ERROR, LiveServer, logprobs, token_ids
 from machine import HAS_GPU
+from paper_psa import served_policy
 from rounding import logprob_error
 from served_checks import Answer, Outcome, check_dense, check_method
 
-from sglang_sparse.config import load_preset
-from sglang_sparse.research.preset_study import policy_of
 from sglang_sparse.tasks import TaskSuite
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -103,7 +102,7 @@ def test_selection_reaches_the_mass_that_an_implementation_of_its_own_reaches(
     expected: ExpectedMass, probed: Probed
 ) -> None:
     method, layers = probed
-    ranges = expected.range_of(policy_of(load_preset("reference", method)))
+    ranges = expected.range_of(served_policy(method))
     assert layers.keys() == ranges.keys()
     for layer, (low, high) in ranges.items():
         assert low <= layers[layer]["mass"] <= high, layer
@@ -162,7 +161,7 @@ def test_rows_of_one_batch_stop_at_very_different_depths(
     for name in ("pairs", "domain_blocks"):
         assert together[name] == sum(seen[name] for seen in reached), name
     if not HAS_GPU:  # where an implementation in float32 finds the same stops
-        policy = policy_of(load_preset("reference", "psa"))
+        policy = served_policy("psa")
         ranges = ExpectedMass(ids, TOKENS - 1).block_range(policy)
         low, high = (sum(ends) for ends in zip(*ranges.values(), strict=True))
         for row, seen in enumerate(reached):
@@ -190,7 +189,7 @@ def test_rows_of_one_batch_may_ask_for_different_shares_of_the_mass(
     together = change(before, progress(live))
     assert together["pairs"] == 2 * reached[0]["pairs"]
     if not HAS_GPU:  # where an implementation in float32 finds the same stops
-        policy = policy_of(load_preset("reference", "psa"))
+        policy = served_policy("psa")
         expected = ExpectedMass(prompts[:1], TOKENS - 1)
         ends = []
         for epsilon, seen in zip((policy.epsilon, 0.2), reached, strict=True):

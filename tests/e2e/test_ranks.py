@@ -9,10 +9,8 @@ import pytest
 from expected_mass import ExpectedMass
 from live_server import LiveServer, logprobs, token_ids
 from machine import HAS_GPU
+from paper_psa import served_policy
 from rounding import logprob_error
-
-from sglang_sparse.config import load_preset
-from sglang_sparse.research.preset_study import policy_of
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -76,7 +74,7 @@ def test_what_ranks_count_adds_up_to_what_one_counts(
         }
         grown.append((progress, {key: more[key] - metrics[key] for key in metrics}))
     (alone, alone_metrics), (together, together_metrics) = grown
-    ranges = ExpectedMass(ids, TOKENS - 1).block_range(policy_of(load_preset("reference", "psa")))
+    ranges = ExpectedMass(ids, TOKENS - 1).block_range(served_policy("psa"))
     assert together.keys() == alone.keys()
     for layer, counts in alone.items():
         assert counts["pairs"] == len(ids) * (TOKENS - 1) * 4
