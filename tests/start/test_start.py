@@ -95,12 +95,12 @@ REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         ["--sparse-config", "budget.epsilon is 0.0", "greater than 0"],
     ),
     "blocks that do not divide the page": (
-        [*PSA, "--sparse-config", '{"page_size": 16}'],
+        [*PSA, "--sparse-config", '{"page_size": 16, "score": {"logical_page": 32}}'],
         ["--sparse-config", "score.logical_page 32 does not divide page_size 16"],
     ),
     "a cap under the sink and recent pages": (
         [*PSA, "--sparse-config", '{"budget": {"cap": 64}}'],
-        ["--sparse-config", "budget.cap 64 cannot hold", "at least 128"],
+        ["--sparse-config", "budget.cap 64 cannot hold", "at least 80"],
     ),
     "rows that never get long enough": (
         [*SPARSE, "--context-length", "514"],
