@@ -31,7 +31,7 @@ class Policy:
             (pruned query channels over a rounded copy of K), ``page_minmax`` (Quest's bound) or
             ``page_mean`` (ArkVale's cuboid-mean).
         budget: Tokens kept for each KV head, sinks and recent ones included; with ``epsilon`` the
-            most that are kept.
+            most that are kept, beside a page that the current token begins.
         sink, recent: Always kept.
         channels: Channels that SparCas scores with, for each KV head.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
@@ -332,7 +332,9 @@ def progressive(
     unit = policy.unit
     forced, live = _by_unit(always, unit)[:, None], _by_unit(valid, unit)[:, None]
     ranked = scores.masked_fill(forced, torch.inf).masked_fill(~live, -torch.inf)
-    most = min(policy.budget // unit, ranked.shape[-1])
+    # A page that the current token begins is in no list of the kernels, so it is above the budget.
+    begun = (valid.sum(-1) % unit == 1)[:, None, None]
+    most = min(policy.budget // unit + 1, ranked.shape[-1])
     order = ranked.topk(most, dim=-1).indices
     by_head = order[:, :, None].expand(*mass.shape[:3], most)
     masses = mass.gather(-1, by_head)
@@ -357,7 +359,7 @@ def progressive(
     looks = (place >= first) & ((place + 1 - first + left_over) % step == 0)
     done = looks & (pooled <= 1 - policy.epsilon) & (policy.epsilon < 1)
     stop = torch.where(done.any(-1, keepdim=True), done.int().argmax(-1, keepdim=True) + 1, most)
-    kept = place < stop.minimum(count)
+    kept = place < stop.minimum(policy.budget // unit + begun).minimum(count)
     return torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, order, kept)
 
 

@@ -13,10 +13,10 @@ from cascading import small
 from documents import cut_documents
 from drafters import write_eagle, write_eagle3
 from drafting import drafting_servers
+from expected_mass import PAPER
 from host_tier import HOST_TIER_SERVERS, VERIFY
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
-from paper_psa import PAPER
 from placed import PLACED_SERVERS
 from server_host import Host
 from streaming_heads import EQUALLY_STREAMING, STREAMING, WINDOW_TOKENS
@@ -78,6 +78,10 @@ def sparse(method: str, config: dict[str, Any]) -> list[str]:
     return [*SPARSE, method, "--sparse-config", json.dumps(config)]
 
 
+PSA = [
+    *sparse("psa", SOON | PAPER),
+    *("--enable-metrics", "--decode-log-interval", "2", "--disable-cuda-graph"),
+]
 CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "dense": ([*("--chunked-prefill-size", "2048"), *("--page-size", "64")], {}),
     # The probe compares every decode step with dense attention; it cannot look into a graph.
@@ -98,18 +102,13 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "sparcas-kept": (
         [
             *sparse("sparcas", CHOOSY | KEPT),
-            *("--chunked-prefill-size", "1024"),
-            *("--max-total-tokens", "8192"),
-            "--enable-metrics",
+            *("--chunked-prefill-size", "1024", "--max-total-tokens", "8192", "--enable-metrics"),
         ],
         {},
     ),
     # Requests come in through two processes.
     "tokenizers": (
-        [
-            *sparse("sparcas", CHOOSY),
-            *("--tokenizer-worker-num", "2"),
-        ],
+        [*sparse("sparcas", CHOOSY), "--tokenizer-worker-num", "2"],
         # Connections are kept from test to test. A process that is imported says nothing meanwhile.
         {
             "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
@@ -118,14 +117,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     ),
     # A share of one is reached by nothing less than the whole context; kept over four steps.
     "psa-everything": (sparse("psa", WHOLE_MASS), {}),
-    "psa": (
-        [
-            *sparse("psa", SOON | PAPER),
-            *("--enable-metrics", "--decode-log-interval", "2"),
-            "--disable-cuda-graph",
-        ],
-        PROBE,
-    ),
+    "psa": (PSA, PROBE),
     # Heads of both kinds, in prompts too; lists are kept over four steps.
     "streaming": (
         [
@@ -133,48 +125,33 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
                 "page_minmax",
                 CHOOSY | {"heads": STREAMING, "cadence": {"every": 4}, "prefill": BLOCKS},
             ),
-            *("--chunked-prefill-size", "1024"),
-            *("--enable-metrics", "--disable-cuda-graph"),
+            *("--chunked-prefill-size", "1024", "--enable-metrics", "--disable-cuda-graph"),
         ],
         PROBE | VERIFY,
     ),
     # As shipped, but sparse from the start.
-    "lserve": (
-        [*sparse("lserve", SOON), "--disable-cuda-graph"],
-        PROBE,
-    ),
+    "lserve": ([*sparse("lserve", SOON), "--disable-cuda-graph"], PROBE),
+    "psa-shipped": (sparse("psa", SOON), {}),
     # Windows as long as the context, beside lists that stop at a share of one.
     "streaming-everything": (
         [
             *sparse(
                 "psa", WHOLE_MASS | {"heads": STREAMING | {"local": 32768}, "prefill": ALL_BLOCKS}
             ),
-            *("--chunked-prefill-size", "1024"),
-            *("--tp", "2", "--disable-cuda-graph"),
+            *("--chunked-prefill-size", "1024", "--tp", "2", "--disable-cuda-graph"),
         ],
         {},
     ),
     # A share of the mass over single tokens; everything else as shipped.
-    "psa_sketch": (
-        [*sparse("psa_sketch", SOON), "--disable-cuda-graph"],
-        PROBE,
-    ),
+    "psa_sketch": ([*sparse("psa_sketch", SOON), "--disable-cuda-graph"], PROBE),
     **drafting_servers(CHOOSY, KEPT),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
-    "psa-ranks": (
-        [
-            *sparse("psa", SOON | PAPER),
-            *("--enable-metrics", "--decode-log-interval", "2"),
-            *("--disable-cuda-graph", "--tp", "2"),
-        ],
-        PROBE | VERIFY,
-    ),
+    "psa-ranks": ([*PSA, "--tp", "2"], PROBE | VERIFY),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
         [
             *sparse("kascade", FLOOR | SOON | {"prefill": TILES}),
-            *("--chunked-prefill-size", "256"),
-            *("--enable-metrics", "--disable-cuda-graph"),
+            *("--chunked-prefill-size", "256", "--enable-metrics", "--disable-cuda-graph"),
         ],
         PROBE,
     ),
@@ -191,17 +168,11 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     },
     # With the map of the preset, prompts in one chunk.
     "kascade-whole": (
-        [
-            *sparse("kascade", FLOOR | SOON | {"prefill": TILES}),
-            *("--chunked-prefill-size", "4096"),
-        ],
+        [*sparse("kascade", FLOOR | SOON | {"prefill": TILES}), "--chunked-prefill-size", "4096"],
         {},
     ),
     "kascade-shipped": (sparse("kascade", ASKED), {}),
-    "kascade-sketch-shipped": (
-        sparse("kascade_sketch", ASKED),
-        {},
-    ),
+    "kascade-sketch-shipped": (sparse("kascade_sketch", ASKED), {}),
     "kascade-sketch-everything": (
         [
             *sparse("kascade_sketch", EVERYTHING | {"prefill": ALL_TILES}),
@@ -221,8 +192,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
         [
             *CASCADE,
             *small(snapshots=2),
-            *("--chunked-prefill-size", "1024"),
-            "--enable-cache-report",
+            *("--chunked-prefill-size", "1024", "--enable-cache-report"),
         ],
         {},
     ),
@@ -261,8 +231,7 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     "kascade-heads-everything": (
         [
             *sparse("kascade", ONE_LIST | {"prefill": ALL_TILES}),
-            *("--chunked-prefill-size", "4096"),
-            "--disable-cuda-graph",
+            *("--chunked-prefill-size", "4096", "--disable-cuda-graph"),
         ],
         {},
     ),
@@ -283,10 +252,7 @@ WHOLE_CONTEXT: dict[str, dict[str, object]] = {
 }
 CONFIGURATIONS["dense-fp8"] = (["--page-size", "64", *FP8_KV], {})
 CONFIGURATIONS |= {
-    f"{method}-fp8": (
-        [*sparse(method, c | SOON), *FP8_KV],
-        VERIFY,
-    )
+    f"{method}-fp8": ([*sparse(method, c | SOON), *FP8_KV], VERIFY)
     for method, c in WHOLE_CONTEXT.items()
 }
 

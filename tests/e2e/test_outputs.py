@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from expected_mass import ExpectedMass, seen_since
+from expected_mass import ExpectedMass, seen_since, served_policy
 from live_server import KERNEL_ERROR, MASS_ERROR, LiveServer, logprobs, token_ids
 from machine import HAS_GPU
-from paper_psa import served_policy
 from rounding import logprob_error
 from served_checks import Answer, Outcome, check_dense, check_method
 
@@ -27,8 +26,6 @@ Probed = tuple[str, dict[str, Any]]
 METHODS = ("sparcas", "page_minmax", "psa", "psa_sketch")
 TOKENS = 8
 KV_HEADS = 4
-
-
 EVERYTHING = {"sparse": {"budget": 32768}}
 
 
@@ -108,6 +105,40 @@ def test_selection_reaches_the_mass_that_an_implementation_of_its_own_reaches(
         assert low <= layers[layer]["mass"] <= high, layer
 
 
+@pytest.mark.parametrize("name", ["psa", "psa-shipped"])
+def test_rows_of_one_batch_may_ask_for_different_shares_of_the_mass(
+    server: Server, prompts: list[list[int]], name: str
+) -> None:
+    live, policy = server(name), served_policy(name)
+    asked: list[dict[str, Any]] = [{}, {"custom_params": {"sparse": {"budget": 0.2}}}]
+    reached = []
+    for more in asked:
+        before = progress(live)
+        answers_one_by_one(live, prompts[:1], **more)
+        reached.append(change(before, progress(live)))
+    assert reached[1]["pairs"] == reached[0]["pairs"]
+    assert reached[1]["blocks"] < reached[0]["blocks"]
+    common = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+    sampling = [common | more for more in asked]
+    before = progress(live)
+    live.call("/generate", {"input_ids": prompts[:1] * 2, "sampling_params": sampling})
+    together = change(before, progress(live))
+    assert together["pairs"] == 2 * reached[0]["pairs"]
+    if not HAS_GPU:  # where an implementation in float32 finds the same stops
+        expected = ExpectedMass(prompts[:1], TOKENS - 1)
+        ends = []
+        for epsilon, seen in zip((policy.epsilon, 0.2), reached, strict=True):
+            ranges = expected.block_range(replace(policy, epsilon=epsilon)).values()
+            ends.append([int(sum(end).sum()) for end in zip(*ranges, strict=True)])
+            assert ends[-1][0] <= seen["blocks"] <= ends[-1][1]
+        low, high = map(sum, zip(*ends, strict=True))
+        assert low <= together["blocks"] <= high
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        live.generate(prompts[:1], 1, custom_params={"sparse": {"budget": policy.epsilon + 0.01}})
+    assert refused.value.code == 400
+    assert f"1e-06 to {policy.epsilon} (epsilon)" in refused.value.read().decode()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_chat_answers_a_question_about_a_fact_thousands_of_tokens_back(
     server: Server, suite: TaskSuite, method: str
@@ -161,47 +192,12 @@ def test_rows_of_one_batch_stop_at_very_different_depths(
     for name in ("pairs", "domain_blocks"):
         assert together[name] == sum(seen[name] for seen in reached), name
     if not HAS_GPU:  # where an implementation in float32 finds the same stops
-        policy = served_policy("psa")
-        ranges = ExpectedMass(ids, TOKENS - 1).block_range(policy)
+        ranges = ExpectedMass(ids, TOKENS - 1).block_range(served_policy("psa"))
         low, high = (sum(ends) for ends in zip(*ranges.values(), strict=True))
         for row, seen in enumerate(reached):
             assert low[row] <= seen["blocks"] <= high[row]
         assert low.sum() <= together["blocks"] <= high.sum()
     assert all(0.95 <= seen["share_millionths"] / seen["pairs"] / 1e6 <= 1 for seen in reached)
-
-
-def test_rows_of_one_batch_may_ask_for_different_shares_of_the_mass(
-    server: Server, prompts: list[list[int]]
-) -> None:
-    live = server("psa")
-    asked: list[dict[str, Any]] = [{}, {"custom_params": {"sparse": {"budget": 0.2}}}]
-    reached = []
-    for more in asked:
-        before = progress(live)
-        answers_one_by_one(live, prompts[:1], **more)
-        reached.append(change(before, progress(live)))
-    assert reached[1]["pairs"] == reached[0]["pairs"]
-    assert reached[1]["blocks"] < reached[0]["blocks"]
-    common = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-    sampling = [common | more for more in asked]
-    before = progress(live)
-    live.call("/generate", {"input_ids": prompts[:1] * 2, "sampling_params": sampling})
-    together = change(before, progress(live))
-    assert together["pairs"] == 2 * reached[0]["pairs"]
-    if not HAS_GPU:  # where an implementation in float32 finds the same stops
-        policy = served_policy("psa")
-        expected = ExpectedMass(prompts[:1], TOKENS - 1)
-        ends = []
-        for epsilon, seen in zip((policy.epsilon, 0.2), reached, strict=True):
-            ranges = expected.block_range(replace(policy, epsilon=epsilon)).values()
-            ends.append([int(sum(end).sum()) for end in zip(*ranges, strict=True)])
-            assert ends[-1][0] <= seen["blocks"] <= ends[-1][1]
-        low, high = map(sum, zip(*ends, strict=True))
-        assert low <= together["blocks"] <= high
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        live.generate(prompts[:1], 1, custom_params={"sparse": {"budget": 0.96}})
-    assert refused.value.code == 400
-    assert "1e-06 to 0.95 (epsilon)" in refused.value.read().decode()
 
 
 def test_what_was_reached_is_logged_and_exported(server: Server, prompts: list[list[int]]) -> None:

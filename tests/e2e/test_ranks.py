@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from expected_mass import ExpectedMass
+from expected_mass import ExpectedMass, served_policy
 from live_server import LiveServer, logprobs, token_ids
 from machine import HAS_GPU
-from paper_psa import served_policy
 from rounding import logprob_error
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]

@@ -13,10 +13,7 @@ from local import MODEL  # isort: skip  # packages leave its weights out
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 SPARCAS, PSA = [*SPARSE, "sparcas"], [*SPARSE, "psa"]
 CHAIN = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
-CHAINS = [
-    *CHAIN,
-    *("--speculative-num-draft-tokens", "4"),
-]
+CHAINS = [*CHAIN, "--speculative-num-draft-tokens", "4"]
 # The model drafts for itself. It sees its own tokens one place off, so some drafts are rejected.
 DRAFT_MODEL = [
     *("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", str(MODEL)),
@@ -59,8 +56,7 @@ def drafting_servers(choosy: dict[str, Any], kept: dict[str, Any]) -> Servers:
                 "sparcas",
                 *("--sparse-config", json.dumps(choosy | kept)),
                 *CHAINS,
-                *("--chunked-prefill-size", "1024"),
-                *("--max-total-tokens", "8192"),
+                *("--chunked-prefill-size", "1024", "--max-total-tokens", "8192"),
             ],
             COMPILER | {"SGLANG_SPARSE_VERIFY": "1"},
         ),

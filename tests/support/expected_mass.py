@@ -8,15 +8,38 @@ rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from live_server import MASS_ERROR, MODEL
 
+from sglang_sparse.config import load_preset
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy
+from sglang_sparse.research.preset_study import policy_of
+from sglang_sparse_kernels.progressive.reference import BOUND_MARGIN
+
+# PSA as in the paper: blocks of 32 tokens, the smallest mass seen so far, a share of 0.95.
+PAPER = {
+    "score": {"logical_page": 32},
+    "budget": {"epsilon": 0.95, "cap": 4096, "estimator": "observed_min", "margin": 0},
+}
+
+
+def served_policy(server: str) -> Policy:
+    """What a test's server attends to: its preset; ``psa`` as in the paper."""
+    policy = policy_of(load_preset("reference", server.removesuffix("-shipped")))
+    if server == "psa":
+        return replace(policy, page=32, budget=4096, epsilon=0.95, margin=None)
+    return replace(policy, margin=raised(policy.margin))
+
+
+def raised(margin: float | None) -> float | None:
+    """A policy's margin for the kernels' one, as they raise what is left by BOUND_MARGIN."""
+    return None if margin is None else margin - math.log1p(BOUND_MARGIN)
 
 
 def seen_since(
@@ -77,10 +100,11 @@ class ExpectedMass:
         decoder, config = self._decoder, self._model.config
         decoder.generate(policy, end=-1)
         tokens = self._steps * decoder.row_tokens[policy.dense_layers :]  # mean over KV heads
-        # All blocks are whole but the last one, which is always attended to.
-        lengths = decoder.prompt_lengths[:, None] + 1 + torch.arange(self._steps)
-        last = ((lengths - 1) % policy.unit + 1).sum(1)
-        blocks = (config.kv_heads * ((tokens - last) / policy.unit + self._steps)).round()
+        # All blocks are whole but the last one, which is always attended to. It is in a list unless
+        # the token that is decoded begins it.
+        before = (decoder.prompt_lengths[:, None] + torch.arange(self._steps)) % policy.unit
+        blocks = (tokens - (before + 1).sum(1)) / policy.unit + (before > 0).sum(1)
+        blocks = (config.kv_heads * blocks).round()
         layers = range(policy.dense_layers, config.layers)
         return {str(layer): row for layer, row in zip(layers, blocks, strict=True)}
 
