@@ -2,8 +2,9 @@
 """Sentences and questions that are put together from parts; training alone sees them.
 
 A value must not be what stands behind the only article, or behind the first one. So sentences have
-other nouns beside it: ``{d}`` is one that no problem has as a value, drawn anew each time
-(:meth:`~sglang_sparse.tasks.wide_words.WideWords.beside`).
+other nouns beside it: ``{d}`` is one of them, drawn anew each time
+(:meth:`~sglang_sparse.tasks.wide_words.WideWords.beside`). Each relation has sentences that name
+the value first, and some that name the subject first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _SPOTS = (
     "behind the wall of {v}",
     "at the {d} of {v}",
     "in the {d} of {v}",
+    "at the {d} and the {d} of {v}",
     "by a {d} in {v}",
     "in {v}, under the {d}",
     "in {v} with a {d}",
@@ -73,6 +75,19 @@ _MATTERS = (
     "if the question is {s}",
     "on the {d} about {s}",
     "as to where {s} should be",
+)
+# The matter before the opinion.
+_TOPICS = (
+    "on {s}",
+    "about {s}",
+    "in the vote on {s}",
+    "as for {s}",
+    "where {s} is concerned",
+    "once {s} came up",
+    "since {s} needs a home",
+    "to the {d} about {s}",
+    "asked by the {d} where {s} should go",
+    "regarding {s} and no {d}",
 )
 _PLACES = ("places", "rooms", "houses", "spots", "buildings")
 _SEEN = (
@@ -116,6 +131,16 @@ _AROUND = (
     "not far from the {d} of {v}",
     "in {v}, behind the {d}",
 )
+_HOMES = (
+    "{v} is the place of {s}",
+    "whoever needs {s} must ride to {v}",
+    "without {s} {v} would be empty",
+    "one goes to {v} to see {s}",
+    "{v}, with its {d}, took in {s}",
+    "the {d} of {s} is in {v}",
+    "after the {d} {s} returned to {v}",
+    "to reach {s} you cross the {d} to {v}",
+)
 _OFFICES = (
     "{v} is mayor",
     "{v} acts as mayor",
@@ -138,6 +163,14 @@ _REALMS = (
     "by the {d} of {s}",
     "of {s}, not of the {d}",
 )
+_CHOSEN = (
+    "{s} wanted {v} as mayor",
+    "as its mayor {s} took {v}",
+    "the vote for mayor in {s} went to {v}",
+    "{v} beat a {d} and is mayor in {s}",
+    "no {d} in {s} but the mayor, {v}",
+    "mayor {v} rules {s}",
+)
 _OWNERS = (
     "{s} got {v} as a {d}",
     "{v} came to {s}",
@@ -151,6 +184,10 @@ _OWNERS = (
     "{s} hid {v} behind the {d}",
     "the {d} left {v} to {s}",
     "nobody but {s} may use {v}",
+    "{s} said no to the {d} and holds {v}",
+    "before you take {v}, speak to {s}",
+    "the {d} let {s} have {v}",
+    "{v} has one master, {s}",
 )
 _TRADES = (
     "{s} serves as {v}",
@@ -162,6 +199,10 @@ _TRADES = (
     "once a {d}, {s} is now {v}",
     "{s}, {v}, spoke of the {d}",
     "{s} is known as {v}",
+    "the {d} on the {d} calls {s} {v}",
+    "nobody wondered when {s} became {v}",
+    "{s} turned out {v}, like a {d}",
+    "they sent for {s}, {v} for years",
 )
 _COMPANIONS = (
     "{v} lives with {s}",
@@ -173,6 +214,11 @@ _COMPANIONS = (
     "{v} obeys {s}",
     "the {d} of {s} is for {v}",
     "{s} built a {d} for {v}",
+    "{v} stays in the {d} of {s}",
+    "{s} and {v} have one {d}",
+    "the {d} may not come near {v}, said {s}",
+    "{v} goes with {s} to the {d}",
+    "behind {s} walks {v}",
 )
 _PUT = (
     "{s} was left",
@@ -184,6 +230,33 @@ _PUT = (
     "look for {s}",
     "a {d} lies beside {s}",
     "they set {s} down",
+    "two men took {s} in and left it",
+    "as a {d} had asked, {s} stays",
+)
+_HOLDERS = (
+    "{v} has {s} in it",
+    "{v} is where they keep {s}",
+    "{v} holds {s}",
+    "from {v} one may fetch {s}",
+    "to {v} somebody brought {s}",
+    "open {v} and see {s}",
+    "search {v} for {s}",
+    "into {v} the {d} took {s}",
+    "{v} was chosen for {s} by the {d}",
+)
+_NUMBERED = (
+    "{s} has {v}",
+    "{v} is for {s}",
+    "by {v} they mean {s}",
+    "at {v} comes {s}",
+    "{s} is listed as {v}",
+    "the {d} gave {v} to {s}",
+    "behind {v} stands {s}",
+    "with {v} one gets {s}",
+    "{v} on the {d} is {s}",
+    "the {d} shows {v} for {s}",
+    "{s}, now {v}, is on the {d}",
+    "after {v} the {d} came to {s}",
 )
 _BANKS = (
     "{v} runs past {s}",
@@ -195,6 +268,10 @@ _BANKS = (
     "{v} reaches {s}",
     "{v} carries a {d} to {s}",
     "ships sail up {v} to {s}",
+    "{v} took the {d} of {s} away",
+    "the {d} of {s} is full of {v}",
+    "the people of {s} drink of {v}",
+    "twice {v} rose and entered {s}",
 )
 _ENDINGS = (
     "",
@@ -204,20 +281,33 @@ _ENDINGS = (
     " with a {d}",
     " like a {d}",
     " for the {d}",
+    " three times a year",
+    " and no {d}",
 )
 
+
+def _ended(*starts: str) -> tuple[str, ...]:
+    return tuple(f"{start}{end}." for start, end in product(starts, _ENDINGS))
+
+
 VISITS = tuple(f"{when}{deed} {spot}." for when, deed, spot in product(_WHEN, _DEEDS, _SPOTS))[::11]
+VISITS += tuple(f"{spot} {deed}." for deed, spot in product(_DEEDS, _SPOTS))[::5]
 VISIT_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_SEEN, _PLACES))
 VOTES = tuple(f"{opinion} {matter}." for opinion, matter in product(_OPINIONS, _MATTERS))
+VOTES += tuple(f"{topic}, {opinion}." for topic, opinion in product(_TOPICS, _OPINIONS))
 VOTE_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_LEADERS, _TOWNS))
 STATEMENTS: dict[str, tuple[str, ...]] = {
-    "lives": tuple(f"{stay} {around}." for stay, around in product(_STAYS, _AROUND)),
-    "mayor": tuple(f"{office} {realm}." for office, realm in product(_OFFICES, _REALMS)),
-    "stands": tuple(f"{put} {spot}." for put, spot in product(_PUT, _SPOTS))[::2],
-    "owns": tuple(f"{owner}{end}." for owner, end in product(_OWNERS, _ENDINGS)),
-    "works": tuple(f"{trade}{end}." for trade, end in product(_TRADES, _ENDINGS)),
-    "keeps": tuple(f"{kept}{end}." for kept, end in product(_COMPANIONS, _ENDINGS)),
-    "river": tuple(f"{bank}{end}." for bank, end in product(_BANKS, _ENDINGS)),
+    "lives": tuple(f"{stay} {around}." for stay, around in product(_STAYS, _AROUND))
+    + _ended(*_HOMES),
+    "mayor": tuple(f"{office} {realm}." for office, realm in product(_OFFICES, _REALMS))
+    + _ended(*_CHOSEN),
+    "stands": tuple(f"{put} {spot}." for put, spot in product(_PUT, _SPOTS))[::2]
+    + _ended(*_HOLDERS),
+    "owns": _ended(*_OWNERS),
+    "works": _ended(*_TRADES),
+    "keeps": _ended(*_COMPANIONS),
+    "river": _ended(*_BANKS),
+    "code": _ended(*_NUMBERED),
 }
 # Around a statement.
 LEADS = (

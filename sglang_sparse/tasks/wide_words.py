@@ -4,7 +4,7 @@
 A model that is trained on some hundred names reads those and no others: it tells a value from the
 words around it, or a subject from those that look alike, by having seen it. So a word comes from
 the training split, from a list of WordNet's nouns, from random syllables, or from a text. The most
-frequent nouns of a text are no values: they stand beside those, so that a value is told from them.
+frequent nouns of a text are no values, but stand beside those.
 """
 
 from __future__ import annotations
@@ -63,7 +63,12 @@ class WideWords:
         self._no_values = frozenset(self._beside)
 
     def beside(self, rng: Rng) -> str:
-        """A noun that no problem has as a value."""
+        """A noun that no problem has as a value, or, half of the time, one that others have.
+
+        So a value is told from it by the sentence, not by the word.
+        """
+        if rng.random() < 0.5:
+            return self.draw(rng, ("place", "thing")[int(rng.integers(2))], 1)[0]
         return self._beside[int(rng.integers(len(self._beside)))]
 
     def names_no_value(self, text: str) -> bool:

@@ -179,8 +179,8 @@ def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     nouns = {*wide.draw(rng, "thing", 300)}
     assert nouns & {"swamp", "doorway", "pothole", "quick", "court"} == {"swamp", "doorway"}
     beside = {wide.beside(rng) for _ in range(300)}
-    assert "court" in beside
-    assert not beside & {"swamp", "doorway", "pothole", "kiosk"}
+    assert beside >= {"court", "swamp"}  # one that is no value, and one that may be
+    assert "pothole" not in beside
     assert wide.names_no_value("The court of reason, if any.")
     assert not wide.names_no_value("The court and the swamp.")
     assert not wide.names_no_value("The court of Ottilie.")
