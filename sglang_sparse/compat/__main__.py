@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print the signatures of the installed SGLang as they are recorded in ``signatures.json``."""
+"""Record the signatures of the installed SGLang in ``signatures.json``."""
 
 from __future__ import annotations
 
-import json
-
 from sglang_sparse import compat
-from sglang_sparse.compat.signatures import installed
+from sglang_sparse.compat import v0517, v0523
+from sglang_sparse.compat.signatures import write
 
-print(json.dumps(installed(compat.current()), indent=2))
+write(compat.current(), tuple(one for one in (v0517, v0523) if one is not compat.current()))

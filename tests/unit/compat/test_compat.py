@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import version
 from types import SimpleNamespace
 
@@ -26,6 +27,11 @@ def test_every_hook_and_seam_is_recorded(module: protocol.SGLangVersion) -> None
     targets = [hook.target for hook in module.HOOKS]
     assert signatures.recorded(module).keys() == {*targets, *module.SEAMS}
     assert not set(targets) & set(module.SEAMS)
+
+
+def test_the_record_has_what_its_versions_have_and_each_signature_once() -> None:
+    shapes = {one.__name__.rsplit(".", 1)[1]: signatures.recorded(one) for one in (v0517, v0523)}
+    assert json.loads(signatures.RECORD.read_text()) == signatures.merged(shapes)
 
 
 @pytest.mark.parametrize("module", VERSIONS)
