@@ -6,8 +6,7 @@
 Each repeat asks with `{"mode": "dense"}` and without it, in changing order, on the same cached
 prompt of random tokens. So both share a machine, a process and a prompt, and what comes out is
 what sparsity changes. `--dense-url` times a plain dense server in the same turns. The time per
-token is that of the stream from its first token on: on a CPU what comes before it, prefill of the
-prompt's last page, takes seconds, and not always as many.
+token is that of the stream from its first token on.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from torch.nn.functional import scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -65,51 +64,3 @@ class DraftStep(TorchNativeAttnBackend):
             q, k, v, layer, batch, save_kv_cache=save_kv_cache, **kwargs
         )
         return out
-
-
-class DraftExtension(TorchNativeAttnBackend):
-    """Prefill of prompts, and of the tokens that a verification ran.
-
-    For a few tokens behind a long row SGLang's own would attend from every token of the row.
-    """
-
-    def _run_sdpa_forward_extend(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *rows: Any,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Causal attention of the last tokens of each row to the whole row.
-
-        Args:
-            query, output: [tokens, heads, head_dim].
-            k_cache, v_cache: [slots, kv_heads, head_dim].
-            rows: SGLang's table, int32 [request slots, max context]; int64 [rows] request slots,
-                and tokens of each row, the new ones included; int32 [rows] tokens before the new
-                ones, and new ones; the lengths of an encoder, which a draft model lacks.
-            scaling: of the logits.
-            enable_gqa: whether query heads share KV heads.
-            kwargs: of other kinds of attention, which a draft model lacks.
-        """
-        done = 0
-        req_to_token, request_slots, seq_lens, _, new_tokens = rows[:5]
-        lengths = (of_each.tolist() for of_each in (request_slots, seq_lens, new_tokens))
-        for row, length, new in zip(*lengths, strict=True):
-            slots = req_to_token[row, :length]
-            position = torch.arange(length)
-            found = scaled_dot_product_attention(
-                query[done : done + new].movedim(0, 1).unsqueeze(0),
-                k_cache[slots].movedim(0, 1).unsqueeze(0).to(query.dtype),
-                v_cache[slots].movedim(0, 1).unsqueeze(0).to(query.dtype),
-                attn_mask=position <= position[length - new :, None],
-                scale=scaling,
-                enable_gqa=enable_gqa,
-            )
-            output[done : done + new] = found.squeeze(0).movedim(1, 0)
-            done += new
-        return output

@@ -34,9 +34,9 @@ def create_draft_extend_backend(original: Callable[..., Any], factory: Any) -> A
     """AROUND hook on ``DraftBackendFactory.create_draft_extend_backend``."""
     if _takes_sglangs(factory):
         return original(factory)
-    from sglang_sparse.backend.draft_steps import DraftExtension
+    from sglang_sparse.backend.torch_native import TorchNativeBackend
 
-    return DraftExtension(factory.draft_model_runner)
+    return TorchNativeBackend(factory.draft_model_runner)
 
 
 def _takes_sglangs(factory: Any) -> bool:

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_sparse import compat
 from sglang_sparse.backend.plan_copies import PlanCopies
 from sglang_sparse.backend.runner import launch_of_runner
+from sglang_sparse.backend.torch_native import TorchNativeBackend
 from sglang_sparse.graph_variants import Variant
 from sglang_sparse.pools import implementation
 from sglang_sparse_kernels.common import Impl
@@ -26,19 +27,23 @@ _ON = {"triton": "flashinfer", "cpu": "torch_native", "torch": "torch_native"}
 
 def dense_backend(runner: ModelRunner) -> AttentionBackend:
     """The dense backend of a sparse server, for a runner that has no planes."""
-    backend: AttentionBackend = ATTENTION_BACKENDS[dense_name(runner)](runner)
-    return backend
+    return InnerBackends(runner, *_asked(runner)).current
 
 
 def dense_name(runner: ModelRunner) -> str:
     """SGLang's name of the dense backend of a sparse server."""
-    device = compat.resolved(runner.server_args).device
-    return backend_name(launch_of_runner(runner).config.inner, implementation(device))
+    return backend_name(*_asked(runner))
 
 
 def backend_name(name: str, impl: Impl) -> str:
     """SGLang's name of a dense backend; ``name`` may be ``auto``."""
     return _ON[impl] if name == "auto" else name
+
+
+def _asked(runner: ModelRunner) -> tuple[str, Impl]:
+    """What the config names, maybe ``auto``, and what operators run as."""
+    device = compat.resolved(runner.server_args).device
+    return launch_of_runner(runner).config.inner, implementation(device)
 
 
 class InnerBackends:
@@ -54,9 +59,10 @@ class InnerBackends:
     def __init__(self, runner: ModelRunner, name: str, impl: Impl) -> None:
         """``name`` is a backend of SGLang, or ``auto``."""
         self.name = backend_name(name, impl)
-        self.sparse_steps = not (impl == "cpu" and name == "auto")
+        own = impl == "cpu" and name == "auto"
+        self.sparse_steps = not own
         self.variant: Variant = "dense"
-        self._build = partial(ATTENTION_BACKENDS[self.name], runner)
+        self._build = partial(TorchNativeBackend if own else ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()
         self._of: dict[Variant, AttentionBackend] = {"dense": dense, "sparse": dense}
         self._copies = PlanCopies(torch.cuda.Event() if impl == "triton" else None)

@@ -15,8 +15,9 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from sglang_sparse import compat
 from sglang_sparse.backend import inner
-from sglang_sparse.backend.draft_steps import DraftExtension, DraftStep, DraftSteps
+from sglang_sparse.backend.draft_steps import DraftStep, DraftSteps
 from sglang_sparse.backend.drafts import create_decode_backend, create_draft_extend_backend
+from sglang_sparse.backend.torch_native import TorchNativeBackend
 from sglang_sparse.config import Resolved, load_preset
 from sglang_sparse.launch import SparseLaunch, attach
 
@@ -88,40 +89,6 @@ def test_a_step_of_a_draft_attends_to_the_tokens_that_were_drafted(
         torch.testing.assert_close(found[i].view(HEADS, DIM).double(), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("prefix", "new"), [((33, 4), (4, 4)), ((0, 17), (29, 1))])
-def test_draft_extension_is_causal_behind_its_prefix(
-    runner: SimpleNamespace, prefix: tuple[int, int], new: tuple[int, int]
-) -> None:
-    rows = torch.tensor([3, 1])
-    before, added = torch.tensor(prefix), torch.tensor(new)
-    table = runner.req_to_token_pool.req_to_token
-    locations = []
-    for row, start, count in zip(rows.tolist(), prefix, new, strict=True):
-        write(runner, row, 0, start, seed=row)
-        locations.append(table[row, start : start + count].long())
-    tokens = sum(new)
-    generator = torch.Generator().manual_seed(1)
-    q = torch.randn((tokens, HEADS * DIM), generator=generator)
-    k, v = (torch.randn((tokens, KV_HEADS, DIM), generator=generator) for _ in range(2))
-    batch = SimpleNamespace(
-        req_pool_indices=rows,
-        seq_lens=before + added,
-        extend_prefix_lens=before.int(),
-        extend_seq_lens=added.int(),
-        out_cache_loc=torch.cat(locations),
-        encoder_lens=None,
-    )
-    found = DraftExtension(runner).forward_extend(q, k, v, layer(), batch)
-    at = 0
-    for row, start, count in zip(rows.tolist(), prefix, new, strict=True):
-        for length in range(start + 1, start + count + 1):
-            want = attention(runner, row, length, q[at].view(HEADS, DIM))
-            torch.testing.assert_close(
-                found[at].view(HEADS, DIM).double(), want, rtol=1e-4, atol=1e-5
-            )
-            at += 1
-
-
 def factory(runner: SimpleNamespace, named: str | None, *, sparse: bool, steps: int = STEPS) -> Any:
     """SGLang's own factory for a draft model."""
     args = SimpleNamespace(
@@ -184,6 +151,6 @@ def test_a_cpu_takes_pytorch(
     found = create_decode_backend(never, factory(runner, named, sparse=True))
     assert [type(step) for step in found.attn_backends] == [DraftStep] * (STEPS - 1)
     extend = create_draft_extend_backend(never, factory(runner, named, sparse=True))
-    assert type(extend) is DraftExtension
+    assert type(extend) is TorchNativeBackend
     # One draft is what draft extension gives.
     assert create_decode_backend(never, factory(runner, named, sparse=True, steps=1)) is None
