@@ -24,7 +24,7 @@ BACKEND = "sparse"
 MAX_GROUP = 16  # query heads a KV head that the kernels take
 
 _OFF = (None, False)
-_LORA = "0.5.17's LoRA graphs take the variant of sparse decode; on 0.5.23 it is not tested"
+_LORA = "that prefixes of two adapters stay apart where KV saw sparse attention is not tested"
 
 # On top of what the planes and the tree cannot follow (sglang_sparse_radix.refusals).
 ATTENTION_RULES = (

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from sglang_sparse.graph_variants import VARIANTS, Variant
-from sglang_sparse.launch import launch_of
+from sglang_sparse.launch import selecting_launch_of
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class SparseGraphVariants:
-    """SGLang's ``AttentionGraphVariants`` with a dense and a sparse graph.
+    """The labels of SGLang's ``AttentionGraphVariants``: a dense and a sparse graph.
 
-    Which one a batch takes, the runner's backend says, see :func:`resolve_attention_variant`.
+    It has no ``select``: the runner's backend chooses, see :func:`resolve_attention_variant`.
     """
 
     capture_labels: ClassVar[tuple[str, ...]] = VARIANTS
@@ -33,7 +33,7 @@ def create_attention_graph_variants(original: Callable[[Any], Any], hf_config: A
     """AROUND hook on ``graph_variants.create_attention_graph_variants``."""
     from sglang_sparse.compat.models import current_server_args
 
-    if launch_of(current_server_args()) is None:
+    if selecting_launch_of(current_server_args()) is None:
         return original(hf_config)
     return SparseGraphVariants()
 

@@ -16,13 +16,19 @@ from sglang_sparse import compat
 from sglang_sparse.launch import attach
 
 
+def launch(*, bounded: bool) -> SimpleNamespace:
+    return SimpleNamespace(config=SimpleNamespace(retention=SimpleNamespace(bounded=bounded)))
+
+
 @pytest.fixture
 def variants():
     """What the runner of a sparse server builds, through the hook."""
     load_plugins()
     with get_context().override_server_args(device="cpu") as server_args:
         assert decode_cuda_graph_runner.create_attention_graph_variants(SimpleNamespace()) is None
-        attach(server_args, object())
+        attach(server_args, launch(bounded=True))  # every step of `cascade` runs alike
+        assert decode_cuda_graph_runner.create_attention_graph_variants(SimpleNamespace()) is None
+        attach(server_args, launch(bounded=False))
         yield decode_cuda_graph_runner.create_attention_graph_variants(SimpleNamespace())
 
 
