@@ -90,8 +90,8 @@ def frame_needs(
     written = request_slots * len(pool.plane_layers) * (keys + plane)
     table = request_slots * max_context * _INT32_BYTES
     prompts = buffer_bytes(pool, copy_pages) + table
-    lookup = FoundFrames.bytes_for(limits.rows_a_pass * pool.head_num, columns, units + tail)
-    lookups = (1 + _fetched_ahead(config, pool, limits, request_slots)) * lookup
+    lookup = FoundFrames.of_rows(limits.rows_a_pass * pool.head_num, columns, units, tail, "meta")
+    lookups = (1 + _fetched_ahead(config, pool, limits, request_slots)) * lookup.nbytes
     return FrameNeeds(
         demand, units, tail, columns,
         useful=max(demand.blocks, demand.layers * demand.heads * pool.num_pages),

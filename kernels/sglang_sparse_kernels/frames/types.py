@@ -277,8 +277,17 @@ class FoundFrames:
         row_pages = min(list_units + tail_pages, max_pages, row_pages or max_pages)
         if max_rows > demand.rows or row_pages > demand.row_pages:
             raise ValueError(f"{max_rows} rows that read {row_pages} pages are more than {demand}")
-        rows = max_rows * pool.heads
-        entries = (rows, list_units + tail_pages)
+        return cls.of_rows(max_rows * pool.heads, max_pages, list_units, tail_pages, device)
+
+    @classmethod
+    def of_rows(
+        cls, rows: int, max_pages: int, list_units: int, tail_pages: int, device: Device
+    ) -> FoundFrames:
+        """For so many rows and KV heads together; for the others see :meth:`allocate`.
+
+        On the device "meta" it takes no memory, and ``nbytes`` says what it would take.
+        """
+        entries = list_units + tail_pages
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -286,29 +295,16 @@ class FoundFrames:
         return cls(
             plan=DecodePlan.allocate(rows, max_pages, device),
             list_rows=numbers(rows),
-            pages=numbers(*entries),
-            blocks=numbers(*entries),
-            ranks=numbers(*entries),
-            before=numbers(-(-entries[0] * entries[1] // TILE_ENTRIES)),
+            pages=numbers(rows, entries),
+            blocks=numbers(rows, entries),
+            ranks=numbers(rows, entries),
+            before=numbers(-(-rows * entries // TILE_ENTRIES)),
             counted=numbers(1),
-            missing=numbers(entries[0] * entries[1]),
-            victims=numbers(entries[0] * entries[1]),
+            missing=numbers(rows * entries),
+            victims=numbers(rows * entries),
             num_missing=numbers(1),
             tail_pages=tail_pages,
         )
-
-    @staticmethod
-    def bytes_for(rows: int, max_pages: int, entries: int) -> int:
-        """``nbytes`` of what is allocated for so many rows and KV heads.
-
-        Args:
-            rows: ``max_rows * H``.
-            max_pages: of a batch.
-            entries: that each of them looks up, ``list_units + tail_pages``.
-        """
-        tiles = -(-rows * entries // TILE_ENTRIES)
-        # A plan has seven columns beside its page table.
-        return 4 * (rows * (max_pages + 8 + 5 * entries) + tiles + 2)
 
     @property
     def list_units(self) -> int:

@@ -107,3 +107,5 @@ def test_lists_and_tails_that_never_come_together_need_fewer_frames():
         FoundFrames.allocate(pool, **sizes, row_pages=3)
     found = FoundFrames.allocate(pool, **sizes, row_pages=2)
     assert (found.list_units, found.tail_pages) == (2, 2)
+    # What it takes is known before it is made.
+    assert FoundFrames.of_rows(1 * 2, 5, 2, 2, "meta").nbytes == found.nbytes
