@@ -228,7 +228,7 @@ class HostFrames:
         return 2 * self._pool.page_size * self._pool.head_dim * self._pool.dtype.itemsize
 
     def counts(self, *, wait: bool) -> dict[str, int] | None:
-        """What frames were found and loaded, by the names of ``COUNTERS``, and bytes over the bus.
+        """What was found, loaded and flushed, by the names of ``COUNTERS``, and bytes over the bus.
 
         Args:
             wait: for the device; else an earlier snapshot, or None if none has arrived.
@@ -238,6 +238,7 @@ class HostFrames:
             return None
         return found | {
             "loaded_bytes": found["loads"] * self.block_bytes,
+            "flushed_bytes": found["flushes"] * self.block_bytes,
             "prompt_read_bytes": self.prompts.read_bytes,
             "prompt_written_bytes": self.prompts.written_bytes,
         }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MISSING = -(2**31)
 """``frame_of`` of a block that is in no frame."""
 
-COUNTERS = ("hits", "loads", "unserved", "stall_nanoseconds")
+COUNTERS = ("hits", "loads", "unserved", "stall_nanoseconds", "flushes")
 """What each entry of ``FramePool.counters`` counts, over layers and steps:
 
 ``hits``: blocks that a step looked up and that lay in a frame; ``loads``: blocks that it took from
@@ -30,6 +30,8 @@ rows and units touch it. Pinned blocks do not count.
 first program begins to copy to the moment when the last one has copied. Meanwhile a step attends to
 what is there, and does nothing else: so it is the longest that the step may have waited. Kernels
 read the GPU's clock; PyTorch's copies are timed on the host. Lookups that miss nothing add nothing.
+
+``flushes``: pinned blocks that were copied to host memory.
 """
 
 TILE_ENTRIES = 256
@@ -100,7 +102,7 @@ class FramePool:
         order: int32 [cached], the frames, the least recently used first, as the step began.
         clock: int32 [1], the number of the step.
         cursor: int32 [1], frames of ``order`` before it are in use in this step.
-        counters: int64 [4], see :data:`COUNTERS`.
+        counters: int64 [len(COUNTERS)], see :data:`COUNTERS`.
         arriving: int32 [frames], 1 for frames whose block was looked up and is yet to be loaded.
             None where attention runs behind the load, and no launch waits for such a mark.
         timing: int64 [3], of a load that runs: when its first program began and when its last one

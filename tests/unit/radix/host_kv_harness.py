@@ -117,6 +117,7 @@ class Twins:
     Attributes:
         resident, hosted: the two sides.
         frames: the hosted side's, and `needs` of them.
+        filled: pages that steps filled.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Twins:
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
         self.free_pages, self.free_slots = list(range(1, pages)), list(range(1, SLOTS))
         self.running: list[Request] = []
+        self.filled = 0
         self.prefixes: list[Prefix] = []
         self.resident = self._side(SparseMHATokenToKVPool, pages, DecodeSteps, ExtendSteps)
         self.hosted = self._side(HostKVPool, pages, HostedDecode, HostedExtend)
@@ -267,6 +269,7 @@ class Twins:
         for request in rows:
             request.length += 1
             self._grow(request, request.length)
+            self.filled += request.length % self.page == 0
         padding = min(padding, SLOTS - len(rows))
         lengths = [request.length for request in rows] + [1] * padding
         slots = [request.slot for request in rows] + [0] * padding
@@ -370,6 +373,8 @@ class Twins:
         assert len(found[blocks].unique()) == len(blocks), "a frame with two blocks"
         assert torch.equal(owner[found[blocks].long()].long(), blocks)
         assert pool.counters[2] == 0
+        flushed = self.frames.counts(wait=True)["flushed_bytes"]
+        assert flushed == self.filled * self.hosted.pool.host[:, 0].nbytes
 
 
 def _extend_batch(chunks: list[tuple[Request, int]]) -> Any:
