@@ -43,7 +43,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "frame_loads": ("Blocks that decode steps took from host memory.", ()),
     "frame_loaded_bytes": ("Bytes of those blocks.", ()),
     "frame_stall_nanoseconds": ("Time that decode steps waited for those blocks.", ()),
-    "prompt_read_bytes": ("Bytes of prefixes that prompts took from host memory.", ()),
+    "frame_flushed_bytes": ("Bytes of full pages that decode steps wrote to host memory.", ()),
+    "prompt_read_bytes": ("Bytes that prompts took from host memory.", ()),
     "prompt_written_bytes": ("Bytes that prompts wrote to host memory.", ()),
 }
 
@@ -132,7 +133,7 @@ class Exporter:
                 metric = "mass_lists" if name == "pairs" else f"mass_{name}"
                 self._to(metric, total, layer=str(layer))
         if frames is not None:
-            for name in ("hits", "loads", "loaded_bytes", "stall_nanoseconds"):
+            for name in ("hits", "loads", "loaded_bytes", "stall_nanoseconds", "flushed_bytes"):
                 self._to(f"frame_{name}", frames[name])
             for name in ("prompt_read_bytes", "prompt_written_bytes"):
                 self._to(name, frames[name])

@@ -82,10 +82,8 @@ class SparseAttentionBackend(AttentionBackend):
             self._launch.config,
             pools.implementation(compat.resolved(runner.server_args).device),
         )
-        self._inner = InnerBackends(self._seen_by_inner(runner), config.inner, impl)
         self.token_to_kv_pool = pool = runner.token_to_kv_pool
         layers = compat.attention_layers(runner.model)
-        self._stored = StoredKV(pool.dtype, self._inner.name, layers)
         self.req_to_token_pool = runner.req_to_token_pool
         self.device = torch.device(runner.device)
         self.max_context_len = runner.model_config.context_len
@@ -97,7 +95,8 @@ class SparseAttentionBackend(AttentionBackend):
         heads, columns = heads_of(runner), Columns(table.shape[0], self.device)
         self._heads = heads
         self.requests = RequestTable(config, columns)
-        self._build = build = self._completed(
+        seen, build = self._fitted(
+            runner,
             allocate(
                 config,
                 pool,
@@ -106,8 +105,11 @@ class SparseAttentionBackend(AttentionBackend):
                 max_context=table.shape[1],
                 impl=impl,
                 queries=most_queries(runner.server_args, heads),
-            )
+            ),
         )
+        self._build = build
+        self._inner = InnerBackends(seen, config.inner, impl)
+        self._stored = StoredKV(pool.dtype, self._inner.name, layers)
         score, budget = config.score.build(build), config.budget.build(build, config.score)
         self._programs = compile_programs(
             config, build, score, budget, first_head=heads.first_kv, probe=self._probe
@@ -134,13 +136,9 @@ class SparseAttentionBackend(AttentionBackend):
         self.extend.warm_up(softmax)
         self._selected: Variant | None = None  # by an SGLang that asks
 
-    def _seen_by_inner(self, runner: ModelRunner) -> Any:
-        """The runner as the inner backend sees it."""
-        return runner
-
-    def _completed(self, build: Build) -> Build:
-        """The buffers, with what a kind of server has beside those of all."""
-        return build
+    def _fitted(self, runner: ModelRunner, build: Build) -> tuple[Any, Build]:
+        """The runner as the inner backend sees it, and the buffers with what is beside them."""
+        return runner, build
 
     # Properties that SGLang reads from any backend.
 

@@ -27,26 +27,6 @@ _LOWER = (
 )
 
 
-@dataclass(frozen=True)
-class FrameSizes:
-    """How device memory for keys and values is divided.
-
-    Attributes:
-        demand: the most that a step touches.
-        list_units, tail_pages: of a row and KV head.
-        columns: of page tables.
-        cached: frames for blocks of the host.
-        pinned_pages: pages that requests write to.
-    """
-
-    demand: FrameDemand
-    list_units: int
-    tail_pages: int
-    columns: int
-    cached: int
-    pinned_pages: int
-
-
 def pages_of_row(config: SparseConfig, list_units: int) -> tuple[int, int]:
     """(the most pages of a row's tail, the most that it reads).
 
@@ -59,23 +39,28 @@ def pages_of_row(config: SparseConfig, list_units: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _Needs:
+class FrameNeeds:
     """What frames and all beside them take.
 
     Attributes:
-        demand: the most that a step touches.
-        every: blocks of the host.
+        demand: the most that a step touches; a page of each of its rows may be pinned.
+        list_units, tail_pages: of a row and KV head.
+        columns: of page tables.
+        useful: frames for all blocks of the host, or for a step's if these are more.
         frame: bytes of a frame.
         fixed: bytes beside frames.
     """
 
     demand: FrameDemand
-    every: int
+    list_units: int
+    tail_pages: int
+    columns: int
+    useful: int
     frame: int
     fixed: int
 
 
-def _needs(
+def frame_needs(
     config: SparseConfig,
     pool: HostKVPool,
     limits: Limits,
@@ -83,9 +68,19 @@ def _needs(
     request_slots: int,
     max_context: int,
     copy_pages: int,
-) -> _Needs:
-    tail, row_pages = pages_of_row(config, limits.capacity_units)
-    columns = -(-max_context // pool.page_size)
+) -> FrameNeeds:
+    """What frames of a server need.
+
+    Args:
+        config: the resolved configuration.
+        pool: keys and values in host memory.
+        limits: of a decode step.
+        request_slots: rows of SGLang's request table.
+        max_context: its columns.
+        copy_pages: pages of the copy that prompts attend to, see :func:`pages_to_copy`.
+    """
+    units, columns = limits.capacity_units, -(-max_context // pool.page_size)
+    tail, row_pages = pages_of_row(config, units)
     demand = FrameDemand(pool.layer_num, request_slots, pool.head_num, min(row_pages, columns))
     block = 2 * pool.page_size * pool.head_dim * pool.dtype.itemsize
     pinned = request_slots * demand.layers * demand.heads * (block + _INT32_BYTES)
@@ -95,16 +90,14 @@ def _needs(
     written = request_slots * len(pool.plane_layers) * (keys + plane)
     table = request_slots * max_context * _INT32_BYTES
     prompts = buffer_bytes(pool, copy_pages) + table
-    lookup = FoundFrames.bytes_for(
-        limits.rows_a_pass * pool.head_num, columns, limits.capacity_units + tail
-    )
-    lookups = (1 + _fetched_ahead(config, pool, limits, request_slots)) * lookup
-    return _Needs(
-        demand,
-        demand.layers * demand.heads * pool.num_pages,
-        block + _ORDER_BYTES,
-        pinned + written + prompts + lookups,
-    )
+    lookup = FoundFrames.of_rows(limits.rows_a_pass * pool.head_num, columns, units, tail, "meta")
+    lookups = (1 + _fetched_ahead(config, pool, limits, request_slots)) * lookup.nbytes
+    return FrameNeeds(
+        demand, units, tail, columns,
+        useful=max(demand.blocks, demand.layers * demand.heads * pool.num_pages),
+        frame=block + _ORDER_BYTES,
+        fixed=pinned + written + prompts + lookups,
+    )  # fmt: skip
 
 
 def _fetched_ahead(
@@ -118,70 +111,32 @@ def _fetched_ahead(
     return max(behind.values(), default=0)
 
 
-def default_bytes(
-    config: SparseConfig,
-    pool: HostKVPool,
-    limits: Limits,
-    free: int,
-    *,
-    request_slots: int,
-    max_context: int,
-    copy_pages: int,
-) -> int:
+def default_bytes(needs: FrameNeeds, free: int) -> int:
     """`placement.device_bytes` if unset: for four steps, or all blocks, or `free` bytes.
-
-    The other arguments are those of :func:`frame_sizes`.
 
     Raises:
         ConfigError: two steps, or all blocks, take more than is free.
     """
-    needs = _needs(
-        config, pool, limits,
-        request_slots=request_slots, max_context=max_context, copy_pages=copy_pages,
-    )  # fmt: skip
-    step, all_blocks = needs.demand.blocks, max(needs.demand.blocks, needs.every)
-    most, least = (needs.fixed + needs.frame * min(steps * step, all_blocks) for steps in (4, 2))
+    step = needs.demand.blocks
+    most, least = (needs.fixed + needs.frame * min(n * step, needs.useful) for n in (4, 2))
     if free < least:
         raise refuse(
             "--sparse-config",
             "placement.device_bytes unset",
             f"where {least} bytes are free beside the planes, not {free}",
-            f"two steps of {request_slots - 1} requests take so much: set it, raise "
+            f"two steps of {needs.demand.rows - 1} requests take so much: set it, raise "
             f"--mem-fraction-static, or {_LOWER}, or placement.host_bytes",
         )
     return min(most, free)
 
 
-def frame_sizes(
-    config: SparseConfig,
-    pool: HostKVPool,
-    limits: Limits,
-    *,
-    request_slots: int,
-    max_context: int,
-    copy_pages: int,
-) -> FrameSizes:
-    """Divide `placement.device_bytes`.
-
-    Args:
-        config: the resolved configuration.
-        pool: keys and values in host memory.
-        limits: of a decode step.
-        request_slots: rows of SGLang's request table.
-        max_context: its columns.
-        copy_pages: pages of the copy that prompts attend to, see :func:`pages_to_copy`.
+def frames_in(needs: FrameNeeds, device_bytes: int) -> int:
+    """Frames for blocks of the host that `placement.device_bytes` has room for.
 
     Raises:
-        ConfigError: it is too little for the most that one step touches.
+        ConfigError: they are too few for the most that one step touches.
     """
-    units, columns = limits.capacity_units, -(-max_context // pool.page_size)
-    tail, _ = pages_of_row(config, units)
-    needs = _needs(
-        config, pool, limits,
-        request_slots=request_slots, max_context=max_context, copy_pages=copy_pages,
-    )  # fmt: skip
     demand, frame = needs.demand, needs.frame
-    device_bytes, _ = config.placement.room
     cached = (device_bytes - needs.fixed) // frame
     if cached < demand.blocks:
         least = needs.fixed + demand.blocks * frame
@@ -189,20 +144,18 @@ def frame_sizes(
             "--sparse-config",
             f"placement.device_bytes={device_bytes}",
             f"at least {least}",
-            f"a step of {request_slots} requests touches up to {demand.row_pages} pages in "
+            f"a step of {demand.rows} requests touches up to {demand.row_pages} pages in "
             f"{demand.layers} layers of {demand.heads} KV heads: raise it, or {_LOWER}",
         )
-    # More frames than blocks would never be used.
-    if cached < min(_ENOUGH * demand.blocks, needs.every):
+    if cached < min(_ENOUGH * demand.blocks, needs.useful):
         logger.warning(
             "sglang-sparse: frames hold %.1f times what a step of %d requests may touch, so a full "
             "batch loads much of what it reads from host memory. They hold %d times as much with "
             "--max-running-requests %d, a smaller budget, or more placement.device_bytes",
-            cached / demand.blocks, request_slots - 1, _ENOUGH,
-            max(1, cached // (_ENOUGH * demand.blocks // request_slots) - 1),
+            cached / demand.blocks, demand.rows - 1, _ENOUGH,
+            max(1, cached // (_ENOUGH * demand.blocks // demand.rows) - 1),
         )  # fmt: skip
-    cached = min(cached, max(demand.blocks, needs.every))
-    return FrameSizes(demand, units, tail, columns, cached, request_slots)
+    return min(cached, needs.useful)
 
 
 def pages_to_copy(

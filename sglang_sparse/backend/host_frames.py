@@ -14,10 +14,9 @@ from dataclasses import replace
 import torch
 
 from sglang_sparse.backend.counters import DeviceSums
-from sglang_sparse.backend.host_frame_sizes import FrameSizes, frame_sizes
+from sglang_sparse.backend.host_frame_sizes import FrameNeeds
 from sglang_sparse.backend.host_prompts import HostPrompts, Span
 from sglang_sparse.choices.build import Build, tensor_bytes
-from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.frames import (
     COUNTERS,
     FoundFrames,
@@ -53,17 +52,24 @@ class HostFrames:
     """
 
     def __init__(
-        self, pool: HostKVPool, build: Build, sizes: FrameSizes, prompts: HostPrompts
+        self, pool: HostKVPool, build: Build, needs: FrameNeeds, cached: int, prompts: HostPrompts
     ) -> None:
-        """Make the frames; for the arguments see :func:`make_frames`."""
+        """Make the frames.
+
+        Args:
+            pool: keys and values in host memory.
+            build: what layers share.
+            needs: of this server.
+            cached: frames for blocks of the host.
+            prompts: the copies that prompts attend to.
+        """
         self._pool, self.prompts, self._impl = pool, prompts, build.impl
         device, page = build.device, pool.page_size
         self.frames = frames = FramePool.allocate(
-            sizes.demand, pages=pool.num_pages, cached=sizes.cached,
-            pinned_pages=sizes.pinned_pages, page_size=page, dim=pool.head_dim, dtype=pool.dtype,
-            device=device,
+            needs.demand, pages=pool.num_pages, cached=cached, pinned_pages=needs.demand.rows,
+            page_size=page, dim=pool.head_dim, dtype=pool.dtype, device=device,
         )  # fmt: skip
-        self._rows_a_pass, self._sizes = build.limits.rows_a_pass, sizes
+        self._rows_a_pass, self._needs = build.limits.rows_a_pass, needs
         self._found = self._find()
         # For each layer behind one that selects.
         self._found_ahead: list[FoundFrames] = []
@@ -72,7 +78,7 @@ class HostFrames:
         self._rounds = Rounds.allocate(build.limits.rows_a_pass, pool.head_num, device, None)
         self._sums = DeviceSums(COUNTERS, frames.counters)
         # Keys of pages that are being written, as the planes' kernels read them.
-        rows, heads = sizes.pinned_pages, (pool.head_num, pool.head_dim)
+        rows, heads = needs.demand.rows, (pool.head_num, pool.head_dim)
         layers = len(pool.plane_layers)
         self._keys = torch.zeros((layers, rows * page, *heads), dtype=pool.dtype, device=device)
         self._planes = StagedPlanes(pool, list(self._keys))
@@ -102,7 +108,7 @@ class HostFrames:
         Where a batch takes several passes, each layer fetches for itself: a pass would overwrite
         what was found for the one before.
         """
-        if not layers or self._rows_a_pass < self._sizes.demand.rows:
+        if not layers or self._rows_a_pass < self._needs.demand.rows:
             return [], list(map(self.stage, layers))
         while len(self._found_ahead) < len(layers):
             self._found_ahead.append(self._find())
@@ -122,11 +128,11 @@ class HostFrames:
         return Fetch(self.frames, self._pool.host, local, found or self._found)
 
     def _find(self) -> FoundFrames:
-        sizes = self._sizes
+        needs = self._needs
         return FoundFrames.allocate(
-            self.frames, max_rows=self._rows_a_pass, max_pages=sizes.columns,
-            list_units=sizes.list_units, tail_pages=sizes.tail_pages,
-            row_pages=sizes.demand.row_pages,
+            self.frames, max_rows=self._rows_a_pass, max_pages=needs.columns,
+            list_units=needs.list_units, tail_pages=needs.tail_pages,
+            row_pages=needs.demand.row_pages,
         )  # fmt: skip
 
     # A decode step.
@@ -222,7 +228,7 @@ class HostFrames:
         return 2 * self._pool.page_size * self._pool.head_dim * self._pool.dtype.itemsize
 
     def counts(self, *, wait: bool) -> dict[str, int] | None:
-        """What frames were found and loaded, by the names of ``COUNTERS``, and bytes over the bus.
+        """What was found, loaded and flushed, by the names of ``COUNTERS``, and bytes over the bus.
 
         Args:
             wait: for the device; else an earlier snapshot, or None if none has arrived.
@@ -232,6 +238,7 @@ class HostFrames:
             return None
         return found | {
             "loaded_bytes": found["loads"] * self.block_bytes,
+            "flushed_bytes": found["flushes"] * self.block_bytes,
             "prompt_read_bytes": self.prompts.read_bytes,
             "prompt_written_bytes": self.prompts.written_bytes,
         }
@@ -252,29 +259,3 @@ class HostFrames:
         own = self.frames.nbytes + self._keys.nbytes + self._planes.nbytes()
         own += sum(found.nbytes for found in (self._found, *self._found_ahead))
         return own + tensor_bytes(self._rounds) + self.prompts.nbytes()
-
-
-def make_frames(
-    config: SparseConfig, pool: HostKVPool, build: Build, prompts: HostPrompts, max_context: int
-) -> HostFrames:
-    """The frames of a server.
-
-    Args:
-        config: the resolved configuration.
-        pool: keys and values in host memory.
-        build: what layers share.
-        prompts: the copies that prompts attend to.
-        max_context: tokens of the longest request.
-
-    Raises:
-        ConfigError: `placement.device_bytes` is too little.
-    """
-    sizes = frame_sizes(
-        config,
-        pool,
-        build.limits,
-        request_slots=build.columns.request_slots,
-        max_context=max_context,
-        copy_pages=prompts.pages,
-    )
-    return HostFrames(pool, build, sizes, prompts)

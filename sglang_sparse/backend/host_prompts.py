@@ -164,7 +164,9 @@ class HostPrompts:
         if used > self.pages:
             raise RuntimeError(f"a prefill of {used} pages exceeds the {self.pages} of a copy")
         of_a_page = self._pool.host[:, 0].nbytes
-        self.read_bytes += of_a_page * sum(len(span.read) for span in self.spans)
+        # What is left open goes from the host to where decoding goes on.
+        read = sum(len(span.read) + len(span.open_page) for span in self.spans)
+        self.read_bytes += of_a_page * read
         self.written_bytes += of_a_page * sum(len(span.written) for span in self.spans)
         slots, page = forward_batch.req_pool_indices.long(), self._pool.page_size
         written = []

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from sglang_sparse import compat
-from sglang_sparse.backend.allocate import limits_of
 from sglang_sparse.backend.attention import SparseAttentionBackend
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
-from sglang_sparse.backend.host_frame_sizes import default_bytes, pages_to_copy
-from sglang_sparse.backend.host_frames import HostFrames, make_frames
+from sglang_sparse.backend.host_frame_sizes import (
+    default_bytes,
+    frame_needs,
+    frames_in,
+    pages_to_copy,
+)
+from sglang_sparse.backend.host_frames import HostFrames
 from sglang_sparse.backend.host_prompts import HostPrompts
-from sglang_sparse.backend.runner import heads_of, launch_of_runner
 from sglang_sparse.checks import refuse
 from sglang_sparse.facts import Facts
 from sglang_sparse_kernels.step import FetchAhead
@@ -112,7 +115,7 @@ class HostedAttentionBackend(SparseAttentionBackend):
     decode: HostedDecode
     extend: HostedExtend
 
-    def _seen_by_inner(self, runner: ModelRunner) -> Any:
+    def _fitted(self, runner: ModelRunner, build: Build) -> tuple[Any, Build]:
         if compat.writes_kv_in_rope(runner.model):
             raise refuse(
                 "--model-path",
@@ -120,31 +123,24 @@ class HostedAttentionBackend(SparseAttentionBackend):
                 "models that write keys and values through the pool, with placement.kind=host",
                 "this one may write them within RoPE: drop placement",
             )
-        pool = runner.token_to_kv_pool
+        config, pool = self._launch.config, cast(Any, build.pool)
         slots, columns = runner.req_to_token_pool.req_to_token.shape
-        self._launch, self._max_context = launch_of_runner(runner), columns
         prompts = compat.resolved(runner.server_args).prefill_max_requests
-        config = self._launch.config
         pages = pages_to_copy(
             config, pool, request_slots=slots, max_context=columns, prompts=prompts
         )
+        needs = frame_needs(
+            config, pool, build.limits, request_slots=slots, max_context=columns, copy_pages=pages
+        )
         if not config.placement.room[0]:
-            limits = limits_of(config, heads_of(runner), max_context=columns, max_rows=slots)
-            taken = default_bytes(
-                config, pool, limits, self._launch.free,
-                request_slots=slots, max_context=columns, copy_pages=pages,
-            )  # fmt: skip
-            self._launch = self._launch.sized(taken)
+            self._launch = self._launch.sized(default_bytes(needs, self._launch.free))
+        cached = frames_in(needs, self._launch.config.placement.room[0])
         # SGLang also captures batches of several requests; the buffer may hold only one.
         longest = min(runner.model_config.context_len, pages * pool.page_size)
         compat.limit_prefill_graphs(runner.server_args, longest)
-        self._prompts = HostPrompts(pool, request_slots=slots, max_context=columns, pages=pages)
-        return self._prompts.runner(runner)
-
-    def _completed(self, build: Build) -> Build:
-        pool = cast(Any, build.pool)
-        hosted = make_frames(self._launch.config, pool, build, self._prompts, self._max_context)
-        return replace(build, fetched=hosted)
+        copies = HostPrompts(pool, request_slots=slots, max_context=columns, pages=pages)
+        hosted = HostFrames(pool, build, needs, cached, copies)
+        return copies.runner(runner), replace(build, fetched=hosted)
 
     # Planning, once a batch. Decode batches do not reach the inner backend.
 

@@ -168,7 +168,7 @@ def flush_pages(pool: FramePool, host: torch.Tensor, pages: torch.Tensor, *, imp
     They stay pinned until they are released. Pages that are not pinned are left out.
 
     Args:
-        pool: read.
+        pool: read, but for its counters (:data:`COUNTERS`).
         host: as for :func:`load_blocks`; written.
         pages: int32 or int64 [n], distinct physical pages, or negative for none.
         impl: "triton", "cpu" or "torch".

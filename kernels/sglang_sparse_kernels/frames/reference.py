@@ -138,6 +138,7 @@ def flush_pages_reference(pool: FramePool, host: torch.Tensor, pages: torch.Tens
     for page in pages[pages >= 0].tolist():
         frames = pool.frame_of[:, page].long()
         pinned = frames >= pool.cached
+        pool.counters[COUNTERS.index("flushes")] += pinned.sum()
         for stored, part in ((pool.k, 0), (pool.v, 1)):
             blocks = take(stored.view(-1, *host.shape[4:]), (frames[pinned],))
             layer, head = pinned.nonzero(as_tuple=True)

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 
 from .load_kernel import TILE_WORDS
-from .types import FramePool
+from .types import COUNTERS, FramePool
+
+FLUSHES = tl.constexpr(COUNTERS.index("flushes"))
 
 
 @triton.jit
@@ -30,14 +32,17 @@ def store_tokens_kernel(
 
 @triton.jit
 def flush_pages_kernel(
-    host, k, v, pages, frame_of, cached, num_pages,
+    host, k, v, pages, frame_of, counters, cached, num_pages,
     H: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     page, i_l, i_h = tl.load(pages + tl.program_id(0)), tl.program_id(1), tl.program_id(2)
     i_block = (i_l.to(tl.int64) * num_pages + tl.maximum(page, 0)) * H + i_h
     frame = tl.load(frame_of + i_block)
     o_w = tl.arange(0, BW)
-    m_w = (o_w < WORDS) & (page >= 0) & (frame >= cached)
+    pinned = (page >= 0) & (frame >= cached)
+    m_w = (o_w < WORDS) & pinned
+    if not FILL:
+        tl.atomic_add(counters + FLUSHES, 1, mask=pinned, sem="relaxed")
     for i_w in tl.static_range(0, WORDS, BW):
         p_host = host + i_block * (2 * WORDS) + i_w + o_w
         o_f = frame.to(tl.int64) * WORDS + i_w + o_w
@@ -75,6 +80,6 @@ def _between(pool: FramePool, host: torch.Tensor, pages: torch.Tensor, *, fill: 
     layers, num_pages, heads = pool.frame_of.shape
     count = words.shape[-1] * pool.page_size
     flush_pages_kernel[(pages.shape[0], layers, heads)](
-        words, k, v, pages, pool.frame_of, pool.cached, num_pages,
+        words, k, v, pages, pool.frame_of, pool.counters, pool.cached, num_pages,
         H=heads, WORDS=count, BW=min(count, TILE_WORDS), FILL=fill,
     )  # fmt: skip

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MISSING = -(2**31)
 """``frame_of`` of a block that is in no frame."""
 
-COUNTERS = ("hits", "loads", "unserved", "stall_nanoseconds")
+COUNTERS = ("hits", "loads", "unserved", "stall_nanoseconds", "flushes")
 """What each entry of ``FramePool.counters`` counts, over layers and steps:
 
 ``hits``: blocks that a step looked up and that lay in a frame; ``loads``: blocks that it took from
@@ -30,6 +30,8 @@ rows and units touch it. Pinned blocks do not count.
 first program begins to copy to the moment when the last one has copied. Meanwhile a step attends to
 what is there, and does nothing else: so it is the longest that the step may have waited. Kernels
 read the GPU's clock; PyTorch's copies are timed on the host. Lookups that miss nothing add nothing.
+
+``flushes``: pinned blocks that were copied to host memory.
 """
 
 TILE_ENTRIES = 256
@@ -100,7 +102,7 @@ class FramePool:
         order: int32 [cached], the frames, the least recently used first, as the step began.
         clock: int32 [1], the number of the step.
         cursor: int32 [1], frames of ``order`` before it are in use in this step.
-        counters: int64 [4], see :data:`COUNTERS`.
+        counters: int64 [len(COUNTERS)], see :data:`COUNTERS`.
         arriving: int32 [frames], 1 for frames whose block was looked up and is yet to be loaded.
             None where attention runs behind the load, and no launch waits for such a mark.
         timing: int64 [3], of a load that runs: when its first program began and when its last one
@@ -277,8 +279,17 @@ class FoundFrames:
         row_pages = min(list_units + tail_pages, max_pages, row_pages or max_pages)
         if max_rows > demand.rows or row_pages > demand.row_pages:
             raise ValueError(f"{max_rows} rows that read {row_pages} pages are more than {demand}")
-        rows = max_rows * pool.heads
-        entries = (rows, list_units + tail_pages)
+        return cls.of_rows(max_rows * pool.heads, max_pages, list_units, tail_pages, device)
+
+    @classmethod
+    def of_rows(
+        cls, rows: int, max_pages: int, list_units: int, tail_pages: int, device: Device
+    ) -> FoundFrames:
+        """For so many rows and KV heads together; for the others see :meth:`allocate`.
+
+        On the device "meta" it takes no memory, and ``nbytes`` says what it would take.
+        """
+        entries = list_units + tail_pages
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -286,29 +297,16 @@ class FoundFrames:
         return cls(
             plan=DecodePlan.allocate(rows, max_pages, device),
             list_rows=numbers(rows),
-            pages=numbers(*entries),
-            blocks=numbers(*entries),
-            ranks=numbers(*entries),
-            before=numbers(-(-entries[0] * entries[1] // TILE_ENTRIES)),
+            pages=numbers(rows, entries),
+            blocks=numbers(rows, entries),
+            ranks=numbers(rows, entries),
+            before=numbers(-(-rows * entries // TILE_ENTRIES)),
             counted=numbers(1),
-            missing=numbers(entries[0] * entries[1]),
-            victims=numbers(entries[0] * entries[1]),
+            missing=numbers(rows * entries),
+            victims=numbers(rows * entries),
             num_missing=numbers(1),
             tail_pages=tail_pages,
         )
-
-    @staticmethod
-    def bytes_for(rows: int, max_pages: int, entries: int) -> int:
-        """``nbytes`` of what is allocated for so many rows and KV heads.
-
-        Args:
-            rows: ``max_rows * H``.
-            max_pages: of a batch.
-            entries: that each of them looks up, ``list_units + tail_pages``.
-        """
-        tiles = -(-rows * entries // TILE_ENTRIES)
-        # A plan has seven columns beside its page table.
-        return 4 * (rows * (max_pages + 8 + 5 * entries) + tiles + 2)
 
     @property
     def list_units(self) -> int:

@@ -7,6 +7,7 @@ from frame_cases import on_device, poison_frames, random_host, same_bytes
 from kernel_cases import DEVICE
 
 from sglang_sparse_kernels.frames import (
+    COUNTERS,
     FoundFrames,
     FrameDemand,
     FramePool,
@@ -73,8 +74,10 @@ def test_pinned_pages_are_filled_from_the_host_and_others_are_not(impl, dtype):
         assert same_bytes(got, host.view(torch.uint8)[:, 4, :, part])
     # A page that was filled is flushed as it was.
     host[:, 4].view(torch.uint8).zero_()
-    flush_pages(pool, host, on_device([4]), impl=impl)
+    assert not pool.counters.any()
+    flush_pages(pool, host, on_device([2, 4, -1]), impl=impl)
     assert same_bytes(host, before)
+    assert dict(zip(COUNTERS, pool.counters.tolist(), strict=True))["flushes"] == LAYERS * 3
 
 
 def test_pages_are_released_and_negative_ones_are_none():
@@ -107,3 +110,5 @@ def test_lists_and_tails_that_never_come_together_need_fewer_frames():
         FoundFrames.allocate(pool, **sizes, row_pages=3)
     found = FoundFrames.allocate(pool, **sizes, row_pages=2)
     assert (found.list_units, found.tail_pages) == (2, 2)
+    # What it takes is known before it is made.
+    assert FoundFrames.of_rows(1 * 2, 5, 2, 2, "meta").nbytes == found.nbytes

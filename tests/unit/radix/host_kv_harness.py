@@ -16,8 +16,8 @@ from sglang_sparse.backend.allocate import allocate
 from sglang_sparse.backend.decode import DecodeSteps
 from sglang_sparse.backend.extend import ExtendSteps
 from sglang_sparse.backend.heads import Heads
-from sglang_sparse.backend.host_frame_sizes import frame_sizes, pages_to_copy
-from sglang_sparse.backend.host_frames import make_frames
+from sglang_sparse.backend.host_frame_sizes import frame_needs, pages_to_copy
+from sglang_sparse.backend.host_frames import HostFrames
 from sglang_sparse.backend.host_prompts import HostPrompts
 from sglang_sparse.backend.hosted import HostedDecode, HostedExtend
 from sglang_sparse.backend.program import compile_programs
@@ -116,7 +116,8 @@ class Twins:
 
     Attributes:
         resident, hosted: the two sides.
-        frames: the hosted side's.
+        frames: the hosted side's, and `needs` of them.
+        filled: pages that steps filled.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Twins:
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
         self.free_pages, self.free_slots = list(range(1, pages)), list(range(1, SLOTS))
         self.running: list[Request] = []
+        self.filled = 0
         self.prefixes: list[Prefix] = []
         self.resident = self._side(SparseMHATokenToKVPool, pages, DecodeSteps, ExtendSteps)
         self.hosted = self._side(HostKVPool, pages, HostedDecode, HostedExtend)
@@ -167,12 +169,12 @@ class Twins:
             self.config, pool, request_slots=SLOTS, max_context=CONTEXT, prompts=self.prompts
         )
         prompts = HostPrompts(pool, request_slots=SLOTS, max_context=CONTEXT, pages=pages)
-        least = least_device_bytes(self.config, pool, build, pages)
-        config = self.config.model_copy(
-            update={"placement": self.config.placement.model_copy(update={"device_bytes": least})}
-        )
-        made = make_frames(config, pool, build, prompts, CONTEXT)
-        return replace(build, fetched=made)
+        self.needs = frame_needs(
+            self.config, pool, build.limits,
+            request_slots=SLOTS, max_context=CONTEXT, copy_pages=pages,
+        )  # fmt: skip
+        fewest = self.needs.demand.blocks
+        return replace(build, fetched=HostFrames(pool, build, self.needs, fewest, prompts))
 
     # The schedule.
 
@@ -267,6 +269,7 @@ class Twins:
         for request in rows:
             request.length += 1
             self._grow(request, request.length)
+            self.filled += request.length % self.page == 0
         padding = min(padding, SLOTS - len(rows))
         lengths = [request.length for request in rows] + [1] * padding
         slots = [request.slot for request in rows] + [0] * padding
@@ -370,6 +373,8 @@ class Twins:
         assert len(found[blocks].unique()) == len(blocks), "a frame with two blocks"
         assert torch.equal(owner[found[blocks].long()].long(), blocks)
         assert pool.counters[2] == 0
+        flushed = self.frames.counts(wait=True)["flushed_bytes"]
+        assert flushed == self.filled * self.hosted.pool.host[:, 0].nbytes
 
 
 def _extend_batch(chunks: list[tuple[Request, int]]) -> Any:
@@ -382,18 +387,3 @@ def _extend_batch(chunks: list[tuple[Request, int]]) -> Any:
         extend_seq_lens_cpu=[end - start for start, end in zip(starts, ends, strict=True)],
         extend_prefix_lens_cpu=starts,
     )
-
-
-def least_device_bytes(config: SparseConfig, pool: Any, build: Any, copy_pages: int) -> int:
-    """The least `placement.device_bytes` that a server starts with, as its refusal says."""
-    from sglang_sparse.config import ConfigError
-
-    small = config.placement.model_copy(update={"device_bytes": 1})
-    try:
-        frame_sizes(
-            config.model_copy(update={"placement": small}), pool, build.limits,
-            request_slots=SLOTS, max_context=CONTEXT, copy_pages=copy_pages,
-        )  # fmt: skip
-    except ConfigError as error:
-        return int(str(error).split("at least ")[1].split(";")[0])
-    raise AssertionError("one byte was enough")

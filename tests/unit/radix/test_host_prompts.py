@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,14 +18,13 @@ from host_kv_harness import (
     LAYERS,
     SLOTS,
     Twins,
-    least_device_bytes,
     make_config,
 )
 
 from sglang_sparse import pools
 from sglang_sparse.backend.host_frame_sizes import (
     default_bytes,
-    frame_sizes,
+    frames_in,
     pages_of_row,
     pages_to_copy,
 )
@@ -60,10 +60,10 @@ def test_a_batch_of_two_requests_reads_prefixes_and_writes_what_follows():
         req_pool_indices=torch.tensor([2, 1], device=DEVICE),
     )
     prompts.plan(batch, table)
-    # Pages 7, 3 and 4 are read in all layers, and 9 and 8 are written.
+    # Pages 7, 3 and 4 are read in all layers, 9 and 8 are written, and read for decoding.
     page = 2 * PAGE * HEADS * DIM * LAYERS * pool.dtype.itemsize
     counts = twins.frames.counts(wait=True)
-    assert (counts["prompt_read_bytes"], counts["prompt_written_bytes"]) == (3 * page, 2 * page)
+    assert (counts["prompt_read_bytes"], counts["prompt_written_bytes"]) == (5 * page, 2 * page)
     inner = twins.seen.token_to_kv_pool
     for layer in range(LAYERS):
         prompts.begin_layer(layer)
@@ -160,7 +160,11 @@ def test_device_bytes_are_what_is_taken(prompts, budget):
     copies = frames.prompts
     pages = prompts * CONTEXT // PAGE
     assert copies.nbytes() - copies.table.nbytes == buffer_bytes(pool, pages)
-    least = least_device_bytes(twins.config, pool, twins.hosted.build, pages)
+    needs = twins.needs
+    least = needs.fixed + given * needs.frame
+    assert frames_in(needs, least) == given
+    with pytest.raises(ConfigError, match=rf"device_bytes={least - 1}: .*at least {least};"):
+        frames_in(needs, least - 1)
     # Where blocks lie was counted with the planes; counters and rounds take some bytes a row.
     rest = frames.nbytes() - frames.frames.frame_of.nbytes - least
     assert 0 <= rest < 256
@@ -168,50 +172,35 @@ def test_device_bytes_are_what_is_taken(prompts, budget):
 
 def test_a_server_whose_frames_hold_less_than_two_steps_says_so(caplog):
     twins = Twins(make_config(PAGE))
-    frames, pool, build = twins.frames, twins.hosted.pool, twins.hosted.build
-    pages = CONTEXT // PAGE
-    least = least_device_bytes(twins.config, pool, build, pages)
-    blocks = frames.frames.demand.blocks
-    frame = frames.block_bytes + 16
+    needs, blocks = twins.needs, twins.needs.demand.blocks
+    least = needs.fixed + blocks * needs.frame
     caplog.clear()
-
-    def cached(more: int) -> int:
-        placement = twins.config.placement.model_copy(update={"device_bytes": least + more})
-        config = twins.config.model_copy(update={"placement": placement})
-        return frame_sizes(
-            config, pool, build.limits, request_slots=SLOTS, max_context=CONTEXT, copy_pages=pages
-        ).cached
-
-    assert cached(0) == blocks
+    assert frames_in(needs, least) == blocks
     fewer = blocks // (2 * blocks // SLOTS) - 1
     assert f"frames hold 1.0 times what a step of {SLOTS - 1} requests may touch" in caplog.text
     assert f"--max-running-requests {fewer}," in caplog.text
     caplog.clear()
     # Nothing is loaded twice where frames hold all there is.
-    every = LAYERS * pool.num_pages * HEADS
+    every = LAYERS * twins.hosted.pool.num_pages * HEADS
     assert blocks < every < 2 * blocks
-    assert cached((every - blocks) * frame) == every
+    for more in (0, 1):
+        assert frames_in(needs, needs.fixed + (every + more) * needs.frame) == every
     assert not caplog.text
 
 
 def test_unset_device_bytes_are_for_four_steps_or_what_is_free_down_to_two():
-    twins, pages = Twins(make_config(PAGE)), CONTEXT // PAGE
-    pool, frame = twins.hosted.pool, twins.frames.block_bytes + 16
-    step = twins.frames.frames.demand.blocks * frame
-    fixed = least_device_bytes(twins.config, pool, twins.hosted.build, pages) - step
+    needs = Twins(make_config(PAGE)).needs
+    step = needs.demand.blocks * needs.frame
 
     def steps(free: int) -> float:
-        taken = default_bytes(
-            twins.config, pool, twins.hosted.build.limits, fixed + free,
-            request_slots=SLOTS, max_context=CONTEXT, copy_pages=pages,
-        )  # fmt: skip
-        return (taken - fixed) / step
+        return (default_bytes(needs, needs.fixed + free) - needs.fixed) / step
 
-    every = LAYERS * pool.num_pages * HEADS * frame
+    every = needs.useful * needs.frame
     assert steps(9 * step) == steps(every) == every / step < 2
-    pool.num_pages = 1000
+    needs = replace(needs, useful=4 * needs.demand.blocks)
     assert [steps(free) for free in (9 * step, 3 * step, 2 * step)] == [4, 3, 2]
-    with pytest.raises(ConfigError, match=rf"device_bytes unset: .*where {fixed + 2 * step} bytes"):
+    least = needs.fixed + 2 * step
+    with pytest.raises(ConfigError, match=rf"device_bytes unset: .*where {least} bytes"):
         steps(2 * step - 1)
 
 
