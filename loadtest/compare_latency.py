@@ -47,14 +47,19 @@ PAGES: dict[str, dict[str, object]] = {
     },
     "psa": {"budget": {"cap": 2048}, "page_size": 32, "min_sparse_tokens": 2048},
 }
-ON_HOST = {"kind": "host", "device_bytes": 16 << 30, "host_bytes": 96 << 30}
+# Frames and planes take alike of the device: `psa` has half the planes.
+FRAMES_GIB = {"page_minmax": 16, "page_minmax_reuse": 16, "psa": 19}
+ON_HOST = {"kind": "host", "host_bytes": 96 << 30}
 PLACEMENTS = {
     f"{method}_{where}": [
         *("--attention-backend", "sparse", "--sparse-method", method.removesuffix("_reuse")),
         *("--sparse-config", json.dumps(pages | placement)),
     ]
     for method, pages in PAGES.items()
-    for where, placement in {"on_device": {}, "on_host": {"placement": ON_HOST}}.items()
+    for where, placement in {
+        "on_device": {},
+        "on_host": {"placement": ON_HOST | {"device_bytes": FRAMES_GIB[method] << 30}},
+    }.items()
 }
 START_SECONDS = 400
 

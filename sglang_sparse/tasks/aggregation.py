@@ -93,7 +93,8 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
             parts = (person, noun("place", place))
             text = say(statement(rng, split, VISITS), *parts)
             needles.append(Needle(text, float(depth), parts=parts))
-        answer = f"{person} was in {join([noun('place', p) for p in places])}."
+        # Each place behind its person, so that one is looked up at a time.
+        answer = " ".join(f"{person} was in {noun('place', place)}." for place in places)
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
         questions.append(
             Question("collect", prompt, answer, tuple(places), "place", parts=(person,))

@@ -123,6 +123,21 @@ def test_what_a_config_goes_without_is_refused_again_as_sglang_resolved_it(
         flags.finish(Rewritten(resolved, page_size=page, kv_cache_dtype="fp8_e4m3"), launch)
 
 
+def test_a_start_on_a_version_that_is_not_tested_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from sglang_sparse import flags
+
+    monkeypatch.setattr(compat, "verify_hooks", lambda: None)
+    monkeypatch.setattr(compat, "untested_warning", lambda: "sglang 0.5.20 is not tested")
+    prefill_alone = argparse.Namespace(
+        attention_backend=None, prefill_attention_backend="sparse", decode_attention_backend=None
+    )
+    with pytest.raises(ConfigError, match="only one of prefill and decode"):
+        flags.prepare(prefill_alone)
+    assert "sglang-sparse: sglang 0.5.20 is not tested" in caplog.messages
+
+
 def test_kept_selections_are_bounded() -> None:
     from sglang_sparse.backend.allocate import MOST_KEPT_BYTES, Heads, kept_bytes, limits_of
 
