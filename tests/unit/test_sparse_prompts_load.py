@@ -43,5 +43,6 @@ def test_a_layer_waits_for_its_load_before_it_writes_and_attends(
     mode = SimpleNamespace(is_target_verify=lambda: False)
     layer: Any = SimpleNamespace(layer_id=3)
     rows: Any = None
-    backend.forward_extend(rows, rows, rows, layer, SimpleNamespace(forward_mode=mode))  # type: ignore[arg-type]
+    batch: Any = SimpleNamespace(forward_mode=mode)
+    backend.forward_extend(rows, rows, rows, layer, batch)
     assert done == ["wait for 3", *then]
