@@ -24,7 +24,7 @@ from sglang_sparse.checks import (
 from sglang_sparse.config import ConfigError, Geometry, SparseConfig, resolve_with_source
 from sglang_sparse.endpoints import check_preferred
 from sglang_sparse.launch import SparseLaunch, attach
-from sglang_sparse.placed import PLACED_RULES, check_placed
+from sglang_sparse.placed import PLACED_RULES, check_first_page, check_memory, check_placed
 from sglang_sparse.reach import check_reach, for_ranks
 from sglang_sparse.speculation.flags import check_speculation
 from sglang_sparse.windowed import WINDOWED_RULES, check_windowed
@@ -95,6 +95,7 @@ def finish(server_args: Any, launch: SparseLaunch | None) -> Any:
         resolved = compat.resolved(server_args)
         check_resolved(resolved, launch.config)
         check_rules(resolved, _rules_of(launch.config))
+        check_memory(resolved, launch.config)
         check_speculation(resolved, launch.config)
         attach(server_args, launch)
     return server_args
@@ -156,6 +157,7 @@ def prepare(args: Namespace) -> SparseLaunch | None:
     check_bounded(args, resolved)
     check_windowed(args, resolved)
     check_placed(args, resolved)
+    check_first_page(args, model, resolved.config)
     check_reach(resolved, model.context_len, args.max_total_tokens)
     args.page_size = resolved.config.page_size
     args.radix_cache_backend = BACKEND

@@ -7,9 +7,10 @@ import os
 from typing import Any
 
 from sglang_sparse import compat
-from sglang_sparse.checks import check_rules
-from sglang_sparse.config import ConfigError, Resolved
+from sglang_sparse.checks import check_rules, refuse
+from sglang_sparse.config import ConfigError, Resolved, SparseConfig
 from sglang_sparse.config.load import CONFIG_FLAG
+from sglang_sparse.host_memory import free_host_bytes
 from sglang_sparse_radix.refusals import Rule
 
 PLACED_RULES = (
@@ -68,3 +69,85 @@ def _prompts(asked: int | None) -> int:
             remedy="leave it unset for one prompt at a time",
         )
     return asked
+
+
+def check_first_page(args: Any, model: Any, config: SparseConfig) -> None:
+    """Refuse, before ``ServerArgs``, ``host_bytes`` that hold too little of SGLang's ``model``."""
+    if config.placement.on_host:
+        size = model.dtype.itemsize if args.kv_cache_dtype in ("auto", None) else 2
+        host_pages(config, cell_bytes(model, model.num_hidden_layers, size))
+
+
+def cell_bytes(model: Any, layers: int, itemsize: int) -> int:
+    """Host bytes of a token's keys and values in all layers."""
+    return int(2 * model.get_num_kv_heads(1) * model.head_dim * itemsize * layers)
+
+
+def host_pages(config: SparseConfig, cell: int) -> int:
+    """Pages of tokens of ``cell`` bytes that ``host_bytes`` hold, beside SGLang's padding.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    _, host_bytes = config.placement.room
+    pages = host_bytes // (cell * config.page_size) - 1
+    if pages < 1:
+        raise refuse(
+            CONFIG_FLAG,
+            f"placement.host_bytes={host_bytes}",
+            f"at least {2 * cell * config.page_size}",
+            "raise it: it holds no page beside SGLang's padding",
+        )
+    return pages
+
+
+def check_memory(args: Any, config: SparseConfig) -> None:
+    """Refuse, before a model is loaded, more memory than there is even without one.
+
+    What a model leaves, and whether memory can be pinned, shows when pools are made.
+
+    Args:
+        args: flags as SGLang resolved them.
+        config: one whose KV lies on the device passes.
+
+    Raises:
+        ConfigError: ``host_bytes`` or ``device_bytes`` exceed what is free or there.
+    """
+    if not config.placement.on_host:
+        return
+    device_bytes, host_bytes = config.placement.room
+    most = free_beside(host_bytes)
+    if args.device != "cpu":
+        import torch
+
+        total = torch.cuda.get_device_properties(args.base_gpu_id).total_memory
+        most = int(total * args.mem_fraction_static)
+    if device_bytes >= max(1, most):
+        raise refuse_device(device_bytes, f"below {most}, which are there without a model")
+
+
+def free_beside(host_bytes: int) -> int:
+    """Host bytes that are free beside ``host_bytes``.
+
+    Raises:
+        ConfigError: so much is not free.
+    """
+    free = free_host_bytes()
+    if host_bytes > free:
+        raise refuse(
+            CONFIG_FLAG,
+            f"placement.host_bytes={host_bytes}",
+            f"up to {free}, the free memory of this host or of its container",
+            "lower it, or free memory",
+        )
+    return free - host_bytes
+
+
+def refuse_device(device_bytes: int, allowed: str) -> ConfigError:
+    """The refusal of ``device_bytes`` that the device has not."""
+    return refuse(
+        CONFIG_FLAG,
+        f"placement.device_bytes={device_bytes}",
+        allowed,
+        "lower it, raise --mem-fraction-static or, on a CPU, lower placement.host_bytes",
+    )

@@ -12,20 +12,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from sglang_sparse.checks import refuse
-from sglang_sparse.host_memory import free_host_bytes
 from sglang_sparse.launch import attach, placed_launch_of
+from sglang_sparse.placed import cell_bytes, free_beside, host_pages, refuse_device
 from sglang_sparse.pools import plane_spec, refuse_fp8
 
 _INT32_BYTES = 4
-
-
-def host_cell_bytes(configurator: Any) -> int:
-    """Host bytes of a token's keys and values in all layers of this rank."""
-    model, dtype = configurator.model_config, configurator.kv_cache_dtype
-    heads = model.get_num_kv_heads(1)
-    layers = configurator.layer_info.num_effective_layers
-    return int(2 * heads * model.head_dim * dtype.itemsize * layers)
 
 
 def resolve_pool_config(
@@ -51,17 +42,10 @@ def resolve_pool_config(
         raise refuse_fp8("frames in fp8 are not tested yet")
     device_bytes, host_bytes = launch.config.placement.room
     page, layers = configurator.page_size, configurator.layer_info.num_effective_layers
-    beside = _check_host(host_bytes)
-    blocks = layers * configurator.model_config.get_num_kv_heads(1)
-    # One page more is SGLang's padding.
-    on_host = host_bytes // (host_cell_bytes(configurator) * page) - 1
-    if on_host < 1:
-        raise refuse(
-            "--sparse-config",
-            f"placement.host_bytes={host_bytes}",
-            f"at least {2 * host_cell_bytes(configurator) * page}",
-            "raise it: it holds no page beside SGLang's padding",
-        )
+    beside = free_beside(host_bytes)
+    model, size = configurator.model_config, configurator.kv_cache_dtype.itemsize
+    blocks = layers * model.get_num_kv_heads(1)
+    on_host = host_pages(launch.config, cell_bytes(model, layers, size))
     free = configurator._profile_available_bytes(pre_model_load_memory)
     if configurator.device == "cpu":
         # Planes and frames lie beside the host's KV.
@@ -71,12 +55,7 @@ def resolve_pool_config(
     of_a_page += _INT32_BYTES * blocks
     on_device = free // of_a_page
     if on_device < 1:
-        raise refuse(
-            "--sparse-config",
-            f"placement.device_bytes={device_bytes}",
-            f"below {free + device_bytes}, which are free",
-            "lower it, raise --mem-fraction-static or, on a CPU, lower placement.host_bytes",
-        )
+        raise refuse_device(device_bytes, f"below {free + device_bytes}, which are free")
     tokens = configurator._apply_token_constraints(min(on_host, on_device) * page) // page * page
     if not device_bytes:
         free -= (tokens // page + 1) * of_a_page
@@ -86,16 +65,3 @@ def resolve_pool_config(
         max_running_requests=configurator.resolve_max_num_reqs(tokens),
         mem_fraction_static=configurator.server_args.mem_fraction_static,
     )
-
-
-def _check_host(host_bytes: int) -> int:
-    """Refuse more host memory than is free; bytes that it leaves."""
-    free = free_host_bytes()
-    if host_bytes > free:
-        raise refuse(
-            "--sparse-config",
-            f"placement.host_bytes={host_bytes}",
-            f"up to {free}, the free memory of this host or of its container",
-            "lower it, or free memory",
-        )
-    return free - host_bytes

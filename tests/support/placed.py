@@ -39,6 +39,12 @@ PLACED_SERVERS["placed-unsized"] = (
     {},
 )
 
+
+def sized(**room: int) -> list[str]:
+    """Arguments of a server with other room."""
+    return [*PSA, "--sparse-config", json.dumps(PAGES_OF_16 | {"placement": ON_HOST | room})]
+
+
 # Arguments, and words of the line that ends the start.
 PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "dense layers with KV in host memory": (
@@ -48,5 +54,18 @@ PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
     "ranks with KV in host memory": (
         [*PSA, "--sparse-config", json.dumps(PAGES_OF_16 | PLACEMENTS["host"]), "--tp-size", "2"],
         ["not tested"],
+    ),
+    # None of these loads a model.
+    "host memory that no machine has": (
+        sized(host_bytes=1 << 60),
+        [f"placement.host_bytes={1 << 60}", "the free memory of this host"],
+    ),
+    "host memory for less than a page": (
+        sized(host_bytes=100),
+        ["placement.host_bytes=100", "no page"],
+    ),
+    "more beside host memory than one memory has": (
+        sized(device_bytes=1 << 60),
+        [f"placement.device_bytes={1 << 60}", "there without a model"],
     ),
 }

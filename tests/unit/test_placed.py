@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sglang_sparse import compat
+from sglang_sparse import compat, placed
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
-from sglang_sparse.placed import check_placed
+from sglang_sparse.placed import check_first_page, check_memory, check_placed
 from sglang_sparse.request_options import parse
 
 SHAPE = Geometry(
@@ -144,3 +146,45 @@ def test_prompts_run_one_at_a_time_unless_asked_otherwise_and_without_the_probe(
     monkeypatch.setenv("SGLANG_SPARSE_PROBE", "1")
     with pytest.raises(ConfigError, match="SGLANG_SPARSE_PROBE 1"):
         check_placed(args, resolve())
+
+
+@pytest.mark.parametrize(
+    ("device", "room", "refused"),
+    [
+        ("cpu", (60, 40), "device_bytes=60: .*below 60, which are there without a model"),
+        ("cpu", (59, 40), None),
+        ("cpu", (None, 100), None),
+        ("cpu", (None, 101), "host_bytes=101: .*up to 100, the free memory"),
+        ("cuda", (500, 101), "host_bytes=101: .*up to 100, the free memory"),
+        ("cuda", (500, 100), "device_bytes=500: .*below 500, which are there"),
+        ("cuda", (499, 100), None),
+    ],
+)
+def test_memory_that_is_not_there_without_a_model_is_refused_before_one_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, device: str, room: tuple[Any, int], refused: str | None
+) -> None:
+    monkeypatch.setattr(placed, "free_host_bytes", lambda: 100)
+    cards = {1: SimpleNamespace(total_memory=1000)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    placement = {"kind": "host", "device_bytes": room[0], "host_bytes": room[1]}
+    config = resolve(placement=placement).config
+    args = Namespace(device=device, base_gpu_id=1, mem_fraction_static=0.5)
+    check_memory(Namespace(), resolve(placement={"kind": "device"}).config)
+    if refused is None:
+        check_memory(args, config)
+        return
+    with pytest.raises(ConfigError, match=rf"^--sparse-config placement\.{refused}"):
+        check_memory(args, config)
+
+
+# Keys and values of four layers and four KV heads of 64 numbers.
+@pytest.mark.parametrize(("cache", "cell"), [("auto", 4 * 2048), ("bf16", 2 * 2048)])
+def test_host_memory_that_holds_no_page_is_known_from_the_model(cache: str, cell: int) -> None:
+    model = SimpleNamespace(
+        dtype=torch.float32, head_dim=64, num_hidden_layers=4, get_num_kv_heads=lambda ranks: 4
+    )
+    least = 2 * resolve().config.page_size * cell
+    args = Namespace(kv_cache_dtype=cache)
+    check_first_page(args, model, resolve(placement=HOST | {"host_bytes": least}).config)
+    with pytest.raises(ConfigError, match=f"host_bytes={least - 1}: .*at least {least};"):
+        check_first_page(args, model, resolve(placement=HOST | {"host_bytes": least - 1}).config)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_sparse import placed_pools
+from sglang_sparse import placed, placed_pools
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
 from sglang_sparse.launch import SparseLaunch, launch_of
 from sglang_sparse_radix import host_kv
@@ -61,7 +61,7 @@ def sized(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         config = {"layers": {"kind": "every"}, "page_size": PAGE, "placement": placement}
         launch = SparseLaunch(resolve_with_source("page_minmax", json.dumps(config), SHAPE))
         monkeypatch.setattr(placed_pools, "placed_launch_of", lambda _: launch)
-        monkeypatch.setattr(placed_pools, "free_host_bytes", lambda: host)
+        monkeypatch.setattr(placed, "free_host_bytes", lambda: host)
         asked = pytest.fail  # SGLang sizes pools of the device
         return placed_pools.resolve_pool_config(asked, Configurator(free), 0)
 
