@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,9 +154,7 @@ def test_prompts_run_one_at_a_time_unless_asked_otherwise_and_without_the_probe(
     [
         ("cpu", (60, 40), "device_bytes=60: .*below 60, which are there without a model"),
         ("cpu", (59, 40), None),
-        ("cpu", (None, 100), None),
-        ("cpu", (None, 101), "host_bytes=101: .*up to 100, the free memory"),
-        ("cuda", (500, 101), "host_bytes=101: .*up to 100, the free memory"),
+        ("cuda", (None, 101), "host_bytes=101: .*up to 100, the free memory"),
         ("cuda", (500, 100), "device_bytes=500: .*below 500, which are there"),
         ("cuda", (499, 100), None),
     ],
@@ -170,10 +169,7 @@ def test_memory_that_is_not_there_without_a_model_is_refused_before_one_is_loade
     config = resolve(placement=placement).config
     args = Namespace(device=device, base_gpu_id=1, mem_fraction_static=0.5)
     check_memory(Namespace(), resolve(placement={"kind": "device"}).config)
-    if refused is None:
-        check_memory(args, config)
-        return
-    with pytest.raises(ConfigError, match=rf"^--sparse-config placement\.{refused}"):
+    with pytest.raises(ConfigError, match=rf"placement\.{refused}") if refused else nullcontext():
         check_memory(args, config)
 
 

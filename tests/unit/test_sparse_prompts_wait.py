@@ -17,83 +17,53 @@ from sglang_sparse.backend.program import compile_programs
 from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
-from sglang_sparse_kernels import KVScales
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import bind_pool_class
 
-LAYERS, HEADS, GROUP, DIM, PAGE, PAGES = 2, 2, 2, 64, 64, 8
+LAYERS, HEADS, DIM, PAGE, PAGES = 2, 2, 64, 64, 8
 PREFIX, LENGTH = 4 * PAGE, 421
-TILES = {"fraction": 0.4, "floor": 128, "min_tokens": 160}
-KINDS: dict[str, dict[str, Any]] = {
-    "block_bounds": {"score": {"kind": "page_minmax", "logical_page": 16}},
-    "tile_topk": {"score": {"kind": "key_sketch"}},
+SCORES = {
+    "block_bounds": {"kind": "page_minmax", "logical_page": 16},
+    "tile_topk": {"kind": "key_sketch"},
 }
 
 
-@pytest.mark.parametrize("attends", [True, False])
-def test_a_layer_is_waited_for_before_it_is_read(attends: bool) -> None:
-    said: list[Any] = []
-
-    def read(program: object, q: torch.Tensor, *_: object) -> torch.Tensor:
-        said.append("read")
-        return q
-
-    # Stand-ins for the parts of a backend that one layer of a prompt asks.
-    backend = object.__new__(SparseAttentionBackend)
-    loads = SimpleNamespace(wait=said.append)
-    backend.token_to_kv_pool = SimpleNamespace(loads=loads)
-    steps = SimpleNamespace(batch=object(), run=read, end_layer=lambda layer: None)
-    backend.extend = steps  # type: ignore[assignment]
-    backend._programs = {3: SimpleNamespace(attends=attends)}  # type: ignore[dict-item]
-    dense = SimpleNamespace(forward_extend=lambda *_, **__: said.append("dense"))
-    backend._inner = SimpleNamespace(current=dense)  # type: ignore[assignment]
-    no_scales = SimpleNamespace(read=lambda layer: KVScales(), write=lambda layer: (None, None))
-    backend._stored = no_scales  # type: ignore[assignment]
-    shape = {"tp_q_head_num": 2, "head_dim": 4, "scaling": 1.0, "logit_cap": 0.0}
-    layer: Any = SimpleNamespace(layer_id=3, **shape)
-    mode = SimpleNamespace(is_target_verify=lambda: False)
-    batch: Any = SimpleNamespace(forward_mode=mode)
-    nothing: Any = None
-    backend.forward_extend(torch.zeros(6, 8), nothing, nothing, layer, batch, save_kv_cache=False)
-    assert said[0] == 3
-    assert said[-1] == "read"
-
-
-def sparse_prompt(kind: str, *, loaded: bool) -> torch.Tensor:
-    """What all layers answer to the end of a prompt, whose planes are right behind it.
+def answers(kind: str, *, loaded: bool) -> torch.Tensor:
+    """What layers answer to the end of a prompt; behind it, all planes are right.
 
     Its prefix is there, or each layer of it comes when it is waited for; NaN is there until then.
     """
     config = SparseConfig.model_validate(
         {
-            "layers": {"kind": "every"}, "budget": {"kind": "tokens", "tokens": 128},
-            "prefill": {"kind": kind, **TILES}, "sink_tokens": 16, "recent_tokens": 32,
-        } | KINDS[kind]
+            "layers": {"kind": "every"}, "score": SCORES[kind], "sink_tokens": 16,
+            "recent_tokens": 32, "budget": {"kind": "tokens", "tokens": 128},
+            "prefill": {"kind": kind, "fraction": 0.4, "floor": 128, "min_tokens": 160},
+        }
     )  # fmt: skip
-    cpu, numbers = torch.device("cpu"), torch.Generator().manual_seed(1)
     pool: Any = bind_pool_class(PlaneSpec(tuple(config.score.planes())), "torch")(
         PAGES * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=HEADS, head_dim=DIM,
         layer_num=LAYERS, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=LAYERS,
     )  # fmt: skip
     for tensor in (*pool.k_buffer, *pool.v_buffer, *pool.planes.tensors().values()):
         tensor.view(torch.uint8).fill_(255)
-    columns = Columns(2, cpu)
+    columns = Columns(2, torch.device("cpu"))
     requests = RequestTable(config, columns)
-    heads = Heads(HEADS * GROUP, HEADS, DIM)
+    heads = Heads(2 * HEADS, HEADS, DIM)
     build = allocate(config, pool, heads, columns, max_context=PAGES * PAGE, impl="torch")
     score, budget = config.score.build(build), config.budget.build(build, config.score)
     programs = compile_programs(config, build, score, budget)
+    numbers = torch.Generator().manual_seed(1)
     pages = torch.randperm(PAGES, generator=numbers) + 1
     slots = (pages[:, None] * PAGE + torch.arange(PAGE)).flatten()
-    table = torch.stack((torch.zeros_like(slots), slots)).int()
+    # A stand-in for the backend with the parts that a layer of a prompt asks.
     backend: Any = object.__new__(SparseAttentionBackend)
     backend.token_to_kv_pool, backend._programs = pool, programs
     backend._stored = StoredKV(pool.dtype, "torch_native", [])
     prefill = config.prefill.build(build, config.score, programs)
-    backend.extend = ExtendSteps(build, prefill, requests, table, torch.bfloat16)
+    backend.extend = ExtendSteps(build, prefill, requests, slots[None].int(), torch.bfloat16)
     q, k, v = (
         torch.randn(LAYERS, LENGTH, count, DIM, generator=numbers).bfloat16()
-        for count in (HEADS * GROUP, HEADS, HEADS)
+        for count in (2 * HEADS, HEADS, HEADS)
     )
 
     def load(layer: int) -> None:
@@ -109,25 +79,24 @@ def sparse_prompt(kind: str, *, loaded: bool) -> torch.Tensor:
         start, end = (torch.tensor([n], dtype=torch.int32) for n in (0, PREFIX))
         pool.update_planes(pages[None].int(), start, end, max_new_tokens=PREFIX)
     batch = SimpleNamespace(
-        req_pool_indices=torch.ones(1, dtype=torch.int64), seq_lens=torch.tensor([LENGTH]),
+        req_pool_indices=torch.zeros(1, dtype=torch.int64), seq_lens=torch.tensor([LENGTH]),
         extend_prefix_lens=torch.tensor([PREFIX]), extend_prefix_lens_cpu=[PREFIX],
         extend_seq_lens_cpu=[LENGTH - PREFIX], out_cache_loc=slots[PREFIX:LENGTH],
         forward_mode=SimpleNamespace(is_target_verify=lambda: False),
     )  # fmt: skip
     backend.extend.plan_batch(batch)
-    answers = []
+    found = []
+    shape = {"tp_q_head_num": 2 * HEADS, "head_dim": DIM, "scaling": 0.125, "logit_cap": 0.0}
     for number in range(LAYERS):
-        layer = SimpleNamespace(
-            layer_id=number, tp_q_head_num=HEADS * GROUP, head_dim=DIM, scaling=0.125, logit_cap=0.0
-        )
         new = (rows[number, PREFIX:] for rows in (q, k, v))
-        answers.append(backend.forward_extend(*new, layer, batch))
+        layer = SimpleNamespace(layer_id=number, **shape)
+        found.append(backend.forward_extend(*new, layer, batch))
     assert pool.verify_planes(pages[: LENGTH // PAGE]) == []
-    return torch.stack(answers)
+    return torch.stack(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCORES)
 def test_a_prefix_on_its_way_from_the_host_gives_the_bits_of_one_that_is_there(kind: str) -> None:
-    loaded, there = (sparse_prompt(kind, loaded=loaded) for loaded in (True, False))
+    there = answers(kind, loaded=False)
     assert not there.isnan().any()
-    assert torch.equal(loaded, there)
+    assert torch.equal(answers(kind, loaded=True), there)
