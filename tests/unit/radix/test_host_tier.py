@@ -10,6 +10,7 @@ import pytest
 import torch
 from host_tier_harness import FORWARD_STREAM, HostTierSide
 from hypothesis.stateful import initialize, precondition, rule
+from invariants import tree_nodes
 from radix_harness import MemorySide
 from radix_parts import DIM, HEADS, LAYERS, VOCAB
 from schedule_machine import DTYPES, SPECS, Schedules, run_schedules, run_until_seen
@@ -283,6 +284,26 @@ def test_a_page_that_was_computed_anew_takes_its_place_in_the_node_on_the_host(s
     side.check()
     finish_all(side)
     side.check()
+
+
+@pytest.mark.parametrize("tier", [False, True], ids=["one tier", "behind a device"])
+def test_prefixes_leave_host_memory_in_the_order_of_their_last_use(side, model_config, tier):
+    # With `placement.kind` `host` the one tier of the tree is host memory.
+    side = side if tier else MemorySide(model_config, SPECS[2], page_size=P, num_pages=12)
+    evict = side.tree.evict_host if tier else lambda n: side.tree.evict(EvictParams(num_tokens=n))
+    prompts = [side_tokens(side, 3 * P) for _ in "abc"]
+    for prompt in (*prompts, [*prompts[0], 1]):
+        side.submit(prompt)
+        side.prefill(400)
+        finish_all(side)
+        if tier:
+            send_to_host(side)
+    there = []
+    for _ in prompts:
+        held = [list(node.key.token_ids[:P]) for node in tree_nodes(side.tree)]
+        there.append([prompt[:P] in held for prompt in prompts])
+        evict(3 * P)
+    assert there == [[True, True, True], [True, False, True], [True, False, False]]
 
 
 def test_a_storage_backend_cannot_be_attached_later(side):
