@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill `block_bounds`: what tiles select, and that cuts of a prompt do not change a bit."""
+"""Prefill `block_bounds`: what tiles select, and that cuts of a prompt do not change a bit.
+
+Nor does a prefix that is still on its way from the host, with `tile_topk` either.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from sglang_sparse.backend.allocate import Heads, allocate
+from sglang_sparse.backend.attention import SparseAttentionBackend
+from sglang_sparse.backend.extend import ExtendSteps
+from sglang_sparse.backend.kv_scales import StoredKV
 from sglang_sparse.backend.program import compile_programs
+from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.choices.prefill._tiles import TileBatch, TileRun
 from sglang_sparse.config import SparseConfig
@@ -22,7 +31,7 @@ HEADS, GROUP, DIM, PAGE, LENGTH = 2, 4, 64, 64, 421
 SINK, LOCAL, UNIT, PAGES = 64, 64, 32, 9
 
 
-def config_of(**heads: int) -> SparseConfig:
+def config_of(**heads: Any) -> SparseConfig:
     return SparseConfig.model_validate(
         {
             "layers": {"kind": "every"},
@@ -41,6 +50,24 @@ def config_of(**heads: int) -> SparseConfig:
     )  # fmt: skip
 
 
+def built(config: SparseConfig, impl: str, layers: int = 1) -> tuple[Any, ...]:
+    """A pool full of NaN, its buffers, and the programs and the prefill over it."""
+    spec = PlaneSpec(planes=config.score.planes())
+    pool: Any = bind_pool_class(spec, impl)(
+        (PAGES + 1) * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=HEADS, head_dim=DIM,
+        layer_num=layers, device="cpu", enable_memory_saver=False, start_layer=0, end_layer=layers,
+    )  # fmt: skip
+    for tensor in (*pool.k_buffer, *pool.v_buffer, *pool.planes.tensors().values()):
+        tensor.view(torch.uint8).fill_(255)
+    heads, columns = Heads(HEADS * GROUP, HEADS, DIM, 0, HEADS), Columns(2, torch.device("cpu"))
+    build = allocate(config, pool, heads, columns, max_context=PAGES * PAGE, impl=impl)
+    score, budget = config.score.build(build), config.budget.build(build, config.score)
+    programs = compile_programs(config, build, score, budget)
+    prefill = config.prefill.build(build, config.score, programs)
+    assert isinstance(prefill, TileRun)
+    return pool, build, programs, prefill
+
+
 class Prompt:
     """One layer, one prompt: its queries and keys, and a pool that it is written to by parts."""
 
@@ -57,22 +84,7 @@ class Prompt:
     def run(self, ends: list[int], impl: str, **heads: int) -> tuple[torch.Tensor, TileBatch]:
         """The output of a prompt that is prefilled up to each of ``ends``, and its last batch."""
         config = config_of(**heads)
-        spec = PlaneSpec(planes=config.score.planes())
-        pool = bind_pool_class(spec, impl)(
-            (PAGES + 1) * PAGE, page_size=PAGE, dtype=torch.bfloat16, head_num=HEADS,
-            head_dim=DIM, layer_num=1, device="cpu", enable_memory_saver=False, start_layer=0,
-            end_layer=1,
-        )  # fmt: skip
-        pool.k_buffer[0].fill_(float("nan"))
-        pool.v_buffer[0].fill_(float("nan"))
-        for plane in pool.planes.tensors().values():
-            plane.fill_(float("nan"))
-        heads, columns = Heads(HEADS * GROUP, HEADS, DIM, 0, HEADS), Columns(2, torch.device("cpu"))
-        build = allocate(config, pool, heads, columns, max_context=PAGES * PAGE, impl=impl)
-        score, budget = config.score.build(build), config.budget.build(build, config.score)
-        programs = compile_programs(config, build, score, budget)
-        prefill = config.prefill.build(build, config.score, programs)
-        assert isinstance(prefill, TileRun)
+        pool, _, _, prefill = built(config, impl)
         out = torch.full_like(self.q, float("nan"))
         for start, end in pairwise([0, *ends]):
             at = self.slots(torch.arange(start, end))
@@ -138,6 +150,68 @@ def test_a_head_that_streams_sees_its_window_alone(local: int, heads: dict[str, 
     want = logits.softmax(-1) @ prompt.v[seen, 1].double()
     # P is rounded to bf16 before PV, and the output once more: 2 u of sums of |V| below 4.
     assert (whole[at, GROUP:].double() - want).abs().max() <= 2 * 2**-8 * 4
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "block_bounds": {},
+    "tile_topk": {
+        "score": {"kind": "key_sketch"}, "heads": {"kind": "retrieval"},
+        "prefill": {"kind": "tile_topk", "fraction": 0.4, "min_tokens": 160},
+    },
+}  # fmt: skip
+
+
+def behind_a_prefix(kind: str, *, loaded: bool) -> torch.Tensor:
+    """What two layers answer to the end of a prompt; all planes are right then.
+
+    Its prefix is there, or each layer of it comes when it is waited for.
+    """
+    layers, prefix = [Prompt(0), Prompt(1)], 4 * PAGE
+    content = config_of(streaming=[[1], [0]]).model_dump() | CHANGES[kind]
+    config = SparseConfig.model_validate(content)
+    pool, build, programs, prefill = built(config, "torch", len(layers))
+    slots, pages = layers[0].slots(torch.arange(PAGES * PAGE)), layers[0].table
+
+    def load(layer: int) -> None:
+        pool.k_buffer[layer][slots[:prefix]] = layers[layer].k[:prefix]
+        pool.v_buffer[layer][slots[:prefix]] = layers[layer].v[:prefix]
+
+    if loaded:
+        pool.layer_transfer_counter = SimpleNamespace(consumer_index=0, wait_until=load)
+        pool.loads.expect(0, slots[:prefix])
+    else:
+        for layer in range(len(layers)):
+            load(layer)
+        start, end = (torch.tensor([n], dtype=torch.int32) for n in (0, prefix))
+        pool.update_planes(pages, start, end, max_new_tokens=prefix)
+    # What a layer of a prompt asks of a backend.
+    backend: Any = object.__new__(SparseAttentionBackend)
+    backend.token_to_kv_pool, backend._programs = pool, programs
+    backend._stored = StoredKV(pool.dtype, "torch_native", [])
+    requests = RequestTable(config, Columns(1, torch.device("cpu")))
+    backend.extend = ExtendSteps(build, prefill, requests, slots[None].int(), torch.bfloat16)
+    batch = SimpleNamespace(
+        req_pool_indices=torch.zeros(1, dtype=torch.int64), seq_lens=torch.tensor([LENGTH]),
+        extend_prefix_lens=torch.tensor([prefix]), extend_prefix_lens_cpu=[prefix],
+        extend_seq_lens_cpu=[LENGTH - prefix], out_cache_loc=slots[prefix:LENGTH],
+        forward_mode=SimpleNamespace(is_target_verify=lambda: False),
+    )  # fmt: skip
+    backend.extend.plan_batch(batch)
+    shape = {"tp_q_head_num": HEADS * GROUP, "head_dim": DIM, "scaling": 0.125, "logit_cap": 0.0}
+    found = []
+    for number, layer in enumerate(layers):
+        new = (rows[prefix:] for rows in (layer.q, layer.k, layer.v))
+        of = SimpleNamespace(layer_id=number, **shape)
+        found.append(backend.forward_extend(*new, of, batch))
+    assert pool.verify_planes(pages[0, : LENGTH // PAGE].long()) == []
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_prefix_on_its_way_from_the_host_gives_the_bits_of_one_that_is_there(kind: str) -> None:
+    there = behind_a_prefix(kind, loaded=False)
+    assert not there.isnan().any()
+    assert torch.equal(behind_a_prefix(kind, loaded=True), there)
 
 
 @pytest.mark.parametrize(
