@@ -123,7 +123,7 @@ def check_memory(args: Any, config: SparseConfig) -> None:
         total = torch.cuda.get_device_properties(args.base_gpu_id).total_memory
         most = int(total * args.mem_fraction_static)
     if device_bytes >= max(1, most):
-        raise refuse_device(device_bytes, f"below {most}, which are there without a model")
+        raise refuse_device(device_bytes, most, "there without a model")
 
 
 def free_beside(host_bytes: int) -> int:
@@ -143,11 +143,11 @@ def free_beside(host_bytes: int) -> int:
     return free - host_bytes
 
 
-def refuse_device(device_bytes: int, allowed: str) -> ConfigError:
+def refuse_device(device_bytes: int, most: int, where: str) -> ConfigError:
     """The refusal of ``device_bytes`` that the device has not."""
     return refuse(
         CONFIG_FLAG,
         f"placement.device_bytes={device_bytes}",
-        allowed,
+        f"below {most}, which are {where}",
         "lower it, raise --mem-fraction-static or, on a CPU, lower placement.host_bytes",
     )

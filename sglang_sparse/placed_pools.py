@@ -55,7 +55,7 @@ def resolve_pool_config(
     of_a_page += _INT32_BYTES * blocks
     on_device = free // of_a_page
     if on_device < 1:
-        raise refuse_device(device_bytes, f"below {free + device_bytes}, which are free")
+        raise refuse_device(device_bytes, free + device_bytes, "free")
     tokens = configurator._apply_token_constraints(min(on_host, on_device) * page) // page * page
     if not device_bytes:
         free -= (tokens // page + 1) * of_a_page
