@@ -8,25 +8,48 @@ lengths of the prefixes that they find, and their planes have to be the same.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
-from served_checks import EQUAL, Answer, Outcome, answer_of, compare, flush, replies, sparse_state
+from served_checks import (
+    EQUAL,
+    PROMPTS,
+    WITH_SPARSE_PROMPTS,
+    Answer,
+    Outcome,
+    answer_of,
+    compare,
+    flush,
+    replies,
+    sparse_state,
+)
 
-METHODS = ("page_minmax", "sparcas", "kascade_sketch")
+CONFIGS: dict[str, dict[str, object]] = {
+    **{method: {} for method in ("page_minmax", "sparcas", "kascade_sketch")},
+    # Tiles that select, so that planes of what comes back matter to prompts.
+    **{
+        method + WITH_SPARSE_PROMPTS: {"prefill": prefill | {"fraction": 0.25, "floor": 256}}
+        for method, prefill in PROMPTS.items()
+    },
+}
 EVICTS, ROOMY = " with prompts in host memory", " that evicts nothing"
 SMALL = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--max-total-tokens", "5120"]
 LARGE = ["--max-total-tokens", "65536"]
 ROUNDS = 3  # times that each prompt is asked
 
 
-def configurations() -> dict[str, list[str]]:
-    """Flags of each server."""
+def configurations(methods: Sequence[str]) -> dict[str, list[str]]:
+    """Flags of each server of some methods."""
     found = {}
-    for method in METHODS:
-        flags = ["--attention-backend", "sparse", "--sparse-method", method]
-        flags += ["--sparse-config", '{"min_sparse_tokens": 512}']
-        found |= {method + EVICTS: [*flags, *SMALL], method + ROOMY: [*flags, *LARGE]}
+    for name, config in CONFIGS.items():
+        if name.split()[0] not in methods:
+            continue
+        flags = ["--attention-backend", "sparse", "--sparse-method", name.split()[0]]
+        flags += ["--sparse-config", json.dumps({"min_sparse_tokens": 512} | config)]
+        flags += ["--chunked-prefill-size", "2048"]
+        found |= {name + EVICTS: [*flags, *SMALL], name + ROOMY: [*flags, *LARGE]}
     return found
 
 
@@ -50,7 +73,7 @@ def check(
         prompts: far more than the small servers have room for.
         dense: answers to them, and their noise.
     """
-    for method in METHODS:
+    for method in (name for name in CONFIGS if name + EVICTS in urls):
         pair = urls[method + ROOMY], urls[method + EVICTS]
         for url in pair:
             flush(url)

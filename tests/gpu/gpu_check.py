@@ -11,7 +11,8 @@
 - `served`: the reference model with every method, decode graphs and the overlap scheduler: a full
   budget against dense, batches against their rows alone (:mod:`served_checks`).
 - `cascade`: the same of servers that hold a bounded number of tokens (:mod:`cascade_checks`).
-- `placed`: the same of servers with all KV in host memory.
+- `placed`: the same of servers with all KV in host memory, and their own budgets against KV on the
+  device.
 - `evicted`: prompts that went to host memory and came back, against a server that evicts nothing
   (:mod:`evicted_checks`).
 - `windows`: the same of servers whose streaming heads hold sinks and windows only
@@ -51,7 +52,7 @@ from compare_latency import output_of
 from documents import cut_documents
 from kernel_checks import KERNEL_TESTS, Part, kernels, part
 from local import ENVIRONMENT, METHODS, MODEL, has_gpu, local_servers
-from served_checks import Outcome
+from served_checks import RESIDENT, Outcome
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -97,6 +98,10 @@ def compared(
     def check(outcome: Outcome, urls: Urls, asked: Asked) -> None:
         for name, url in urls.items():
             try:
+                if name.endswith(RESIDENT):
+                    method = name.removesuffix(RESIDENT)
+                    served_checks.check_twins(outcome, method, urls, asked.prompts, asked.dense[1])
+                    continue
                 served_checks.check_method(
                     outcome, name, url, asked.prompts, asked.dense, has_gpu()
                 )
@@ -133,7 +138,7 @@ def evict(args: argparse.Namespace, environment: dict[str, str]) -> Part:
     def check(outcome: Outcome, urls: Urls, asked: Asked) -> None:
         evicted_checks.check(outcome, urls, asked.prompts, asked.dense)
 
-    flags = dense | evicted_checks.configurations()
+    flags = dense | evicted_checks.configurations(args.methods)
     return beside_dense(flags, check, args, environment | soak.VERIFY)
 
 

@@ -64,7 +64,7 @@ WITH_DRAFTS, WITH_A_DRAFT_MODEL = " with drafts", " with a draft model"
 WITH_EAGLE, WITH_EAGLE3 = " with EAGLE", " with EAGLE3"
 DRAFTED = (WITH_DRAFTS, WITH_A_DRAFT_MODEL, WITH_EAGLE, WITH_EAGLE3)
 WITH_HOST_KV = " with KV in host memory"
-WITH_REUSE = " with reuse" + WITH_HOST_KV
+WITH_REUSE, RESIDENT = " with reuse" + WITH_HOST_KV, " with KV on the device"
 # Frames for what a step of eight requests touches, and not for the blocks of all prompts.
 _OF_A_NUMBER = 2 if has_gpu() else 4
 HOST_KV = {
@@ -125,13 +125,14 @@ def drafting_configurations(models: Path = Path("drafters")) -> dict[str, list[s
 
 
 def placed_configurations() -> dict[str, list[str]]:
-    """Servers with all KV in host memory, beside dense."""
+    """Servers with all KV in host memory, beside dense and twins with it on the device."""
     found = configurations()
     placed = {"dense": found["dense"]}
     for method in ("page_minmax", "psa"):
-        config = json.loads(found[method][-1])
-        config |= {"layers": {"kind": "every"}, "placement": HOST_KV}
-        placed[method + WITH_HOST_KV] = [*found[method][:-1], json.dumps(config), *HOST_KV_FLAGS]
+        config = json.loads(found[method][-1]) | {"layers": {"kind": "every"}}
+        for where, more in ((WITH_HOST_KV, {"placement": HOST_KV}), (RESIDENT, {})):
+            text = json.dumps(config | more)
+            placed[method + where] = [*found[method][:-1], text, *HOST_KV_FLAGS]
     # Layers that reuse a selection are fetched for ahead.
     flags = placed["page_minmax" + WITH_HOST_KV]
     at = flags.index("--sparse-config") + 1
@@ -315,6 +316,18 @@ def check_dense(outcome: Outcome, url: str, prompts: list[list[int]]) -> tuple[l
     noise = statistics.fmean(found) if found else 0.0
     outcome.facts["dense in a batch"] = {"tokens": len(found), "mean_difference": noise}
     return want, noise
+
+
+def check_twins(
+    outcome: Outcome, method: str, urls: dict[str, str], prompts: list[list[int]], noise: float
+) -> None:
+    """Compare KV in host memory with KV on the device at the servers' own budget."""
+    pair = urls[method + RESIDENT], urls[method + WITH_HOST_KV]
+    before = sparse_state(pair[1])["frames"]["loads"]
+    want, got = (alone(url, prompts) for url in pair)
+    compare(outcome, f"{method}{WITH_HOST_KV}, own budget", want, got, noise, SELECTED)
+    loads = sparse_state(pair[1])["frames"]["loads"] - before
+    outcome.check(loads > 0, f"{method}: nothing was loaded at its own budget")
 
 
 def check_method(

@@ -270,7 +270,7 @@ def test_every_method_is_served_and_may_attend_to_everything() -> None:
         served_checks.prompting_configurations(),
     )
     placed = served_checks.placed_configurations()
-    assert (len(prompted), len(placed)) == (2, 4)
+    assert (len(prompted), len(placed)) == (2, 6)
     found |= drafted | prompted | placed
     for name, flags in found.items():
         if name != "dense":
