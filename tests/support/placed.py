@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 
+from sglang_sparse import compat
+
 PSA = ["--attention-backend", "sparse", "--sparse-method", "psa"]
 PAGES_OF_16 = {
     # Two of six layers select; the others' blocks are fetched ahead.
@@ -55,7 +57,9 @@ PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [*PSA, "--sparse-config", json.dumps(PAGES_OF_16 | PLACEMENTS["host"]), "--tp-size", "2"],
         ["not tested"],
     ),
-    # None of these loads a model.
+}
+# Before a model is loaded; other versions are refused by name.
+SIZES: dict[str, tuple[list[str], list[str]]] = {
     "host memory that no machine has": (
         sized(host_bytes=1 << 60),
         [f"placement.host_bytes={1 << 60}", "the free memory of this host"],
@@ -69,3 +73,4 @@ PLACED_REFUSALS: dict[str, tuple[list[str], list[str]]] = {
         [f"placement.device_bytes={1 << 60}", "there without a model"],
     ),
 }
+PLACED_REFUSALS |= SIZES if compat.current().PLACES_ON_HOST else {}
