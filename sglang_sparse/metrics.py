@@ -72,8 +72,10 @@ class Exporter:
         )
         self._seen: dict[tuple[str, str], int] = {}
         self._layers = {role: len(layers) for role, layers in facts.layers.items()}
-        self._streaming = facts.streaming_heads
-        self._unit, self._kv_heads = facts.unit, facts.total_kv_heads
+        # Several ranks may have the same KV head, and each selects from it.
+        self._unit, self._kv_heads = facts.unit, facts.kv_heads * facts.ranks
+        copies = self._kv_heads // facts.total_kv_heads
+        self._streaming = {role: copies * n for role, n in facts.streaming_heads.items()}
         planes = Gauge(
             PREFIX + "plane_bytes",
             "Device bytes of the planes.",

@@ -17,6 +17,7 @@ from sglang_sparse import compat, devices
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.configs.model_config import ModelConfig
 
 CORES_OF_RANKS = "SGLANG_CPU_OMP_THREADS_BIND"
 
@@ -46,3 +47,12 @@ def build_multimem(original: Callable[..., Any], gatherer: Any, x: torch.Tensor)
     It would look for symmetric memory of GPUs for half a minute, at the server's first token.
     """
     return None if x.device.type == "cpu" else original(gatherer, x)
+
+
+def keep_heads(original: Callable[..., Any], model: ModelConfig, *args: Any, **named: Any) -> Any:
+    """AROUND hook on ``configs/update_config.py: adjust_config_with_unaligned_cpu_tp``.
+
+    It would add empty heads to a model whose KV heads ranks do not divide. Only SGLang's own CPU
+    engine loads weights for these. Without them ranks have copies of KV heads, as on GPUs.
+    """
+    return model if devices.is_plain_cpu() else original(model, *args, **named)

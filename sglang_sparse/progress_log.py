@@ -28,7 +28,7 @@ def after_decode(result: None, reporter: Any, *args: Any, **kwargs: Any) -> None
     backend = reporter.scheduler.tp_worker.model_runner.attn_backend
     if backend.progress is None:
         return
-    sums = ranks.reached(backend, backend.progress.poll())
+    sums = ranks.reached(backend.progress.poll())
     if sums is None:
         return
     before: Sums = getattr(reporter, "_sparse_progress", {})  # the same if none came since

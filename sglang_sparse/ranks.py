@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds up the counts of tensor-parallel ranks.
 
-Each rank has some of the KV heads and counts for them. Counts that follow from the plan of a batch
-(rows, tokens, steps, reuse of prefixes) are the same on every rank and are not added up. The
-functions are collective: every rank calls them, at the same step or for the same request.
+Each rank has some of the KV heads and counts for them. Where several have the same one, each
+selects from it by query heads of its own, so the lists of all of them count. Counts that follow
+from the plan of a batch (rows, tokens, steps, reuse of prefixes) are the same on every rank and are
+not added up. The functions are collective: every rank calls them, at the same step or for the same
+request.
 """
 
 from __future__ import annotations
@@ -28,15 +30,9 @@ def gather(mine: Any) -> list[Any]:
     return values
 
 
-def reached(backend: Any, mine: Sums | None) -> Sums | None:
-    """Sums over the KV heads of all ranks, by layer and name; None if a rank has none yet.
-
-    Args:
-        backend: this rank's, which knows whether a lower rank has the same heads.
-        mine: the sums of this rank's heads.
-    """
-    parts = gather((backend.holds_replicas, mine))
-    return add_up(part for replica, part in parts if not replica)
+def reached(mine: Sums | None) -> Sums | None:
+    """Sums over the lists of all ranks, by layer and name; None if a rank has none yet."""
+    return add_up(gather(mine))
 
 
 def add_up(parts: Iterable[Sums | None]) -> Sums | None:
@@ -55,7 +51,7 @@ def add_up(parts: Iterable[Sums | None]) -> Sums | None:
 def mean_fidelity(
     parts: Iterable[Mapping[str, Mapping[str, float]]],
 ) -> dict[str, dict[str, float]]:
-    """Reports of :class:`.backend.probe.FidelityProbe` over all heads, by layer."""
+    """Reports of :class:`.backend.probe.FidelityProbe` over the lists of all ranks, by layer."""
     found: dict[str, dict[str, float]] = {}
     for part in parts:
         for layer, one in part.items():

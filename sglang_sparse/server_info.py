@@ -22,13 +22,13 @@ VERIFY = "SGLANG_SPARSE_VERIFY"  # 1: compare the tree's planes with recomputati
 def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
     """AFTER hook on ``Scheduler.get_internal_state``, which every rank of a server runs.
 
-    SGLang answers with the first rank's block. Counts of heads are added up over ranks, and
+    SGLang answers with the first rank's block. Counts of lists are added up over ranks, and
     ``ranks`` lists the values of each rank.
     """
     launch = launch_of(scheduler.server_args)
     if launch is not None:
         backend = scheduler.tp_worker.model_runner.attn_backend
-        reached = ranks.reached(backend, backend.reached())
+        reached = ranks.reached(backend.reached())
         publish_now(scheduler, reached)
         reuse = getattr(scheduler.tree_cache, "plane_reuse", None)  # none without a tree
         block = {
@@ -38,22 +38,20 @@ def add_sparse_block(result: Any, scheduler: Any, *args: Any) -> Any:
         check = getattr(scheduler.tree_cache, "check_planes", None)
         if os.environ.get(VERIFY) == "1" and check is not None:
             block["plane_check"] = check()
-        result.internal_state["sparse"] = _over_ranks(block, backend.holds_replicas, reached)
+        result.internal_state["sparse"] = _over_ranks(block, reached)
     return result
 
 
-def _over_ranks(block: dict[str, Any], replica: bool, reached: ranks.Sums | None) -> dict[str, Any]:
-    """``block`` with the sums over the heads of all ranks."""
+def _over_ranks(block: dict[str, Any], reached: ranks.Sums | None) -> dict[str, Any]:
+    """``block`` with the sums over the lists of all ranks."""
     mine = {key: block[key] for key in _OF_A_RANK if key in block}
-    parts = ranks.gather((replica, mine))
-    whole = block | {"ranks": [part for _, part in parts]}
+    parts = ranks.gather(mine)
+    whole = block | {"ranks": parts}
     if reached is not None:
         whole["progress"] = {str(layer): sums for layer, sums in reached.items()}
     if block["fidelity"] is not None:
-        own = [part["fidelity"] for copy, part in parts if not copy]
-        whole["fidelity"] = ranks.mean_fidelity(own)
+        whole["fidelity"] = ranks.mean_fidelity(part["fidelity"] for part in parts)
     if "plane_check" in block:
-        checks = [part["plane_check"] for _, part in parts]
-        wrong = sum(check["wrong"] for check in checks)
+        wrong = sum(part["plane_check"]["wrong"] for part in parts)
         whole["plane_check"] = {"pages": block["plane_check"]["pages"], "wrong": wrong}
     return whole

@@ -360,11 +360,6 @@ class SparseAttentionBackend(AttentionBackend):
             captures_graphs=self._captures_graphs,
         )
 
-    @property
-    def holds_replicas(self) -> bool:
-        """Whether a lower rank has the same KV heads."""
-        return self._heads.replicas
-
     def reached(self) -> dict[int, dict[str, int]] | None:
         """Sums of what this rank's layers reached, or None; waits for the device."""
         return None if self.progress is None else self.progress.read()

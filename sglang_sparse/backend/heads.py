@@ -25,7 +25,6 @@ class Heads:
         total_kv: KV heads of the model.
         ranks: ranks of tensor parallelism that these are divided over.
         rank: which of them this is.
-        replicas: whether a lower rank has the same KV heads.
     """
 
     query: int
@@ -35,7 +34,6 @@ class Heads:
     total_kv: int = 0
     ranks: int = 1
     rank: int = 0
-    replicas: bool = False
 
     @property
     def global_ids(self) -> range:

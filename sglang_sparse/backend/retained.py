@@ -66,7 +66,6 @@ class RetainedAttentionBackend(AttentionBackend):
 
     needs_cpu_seq_lens = True  # they say when strides close
     progress = None  # nothing is counted beside what SGLang counts
-    holds_replicas = False
 
     def __init__(self, runner: ModelRunner) -> None:
         """Read the model's rotation and allocate scratch.

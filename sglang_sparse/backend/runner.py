@@ -45,7 +45,6 @@ def heads_of(runner: ModelRunner) -> Heads:
         total_kv=int(heads),
         ranks=int(parallel.attn_tp_size),
         rank=int(parallel.attn_tp_rank),
-        replicas=bool(parallel.attn_tp_rank * heads % parallel.attn_tp_size >= heads),
     )
 
 

@@ -42,6 +42,8 @@ Seams that every version shares (paths under ``sglang/srt``):
     The ranks whose counts are added up, over its CPU group.
 ``distributed/device_communicators/triton_symm_mem_ag.py: MultimemAllGatherer._build``
     It is skipped on a CPU, where it would look for GPU memory.
+``configs/update_config.py: adjust_config_with_unaligned_cpu_tp``
+    It is skipped on a CPU, where ranks that outnumber KV heads have copies of them.
 ``managers/tokenizer_manager.py: TokenizerManager``
     ``_validate_one_request`` checks ``custom_params.sparse``; a ValueError there is a 400.
     ``create_abort_task`` checks it for a stream of ``/generate``, whose status is sent before

@@ -154,6 +154,11 @@ HOOKS = (
         f"{_OURS}.platform_cpu:build_multimem",
         "around",
     ),
+    Hook(
+        f"{_SRT}.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        f"{_OURS}.platform_cpu:keep_heads",
+        "around",
+    ),
     Hook(f"{_REPORTER}.report_decode_stats", f"{_OURS}.progress_log:after_decode", "after"),
     Hook(f"{_REPORTER}.report_decode_stats", f"{_OURS}.metrics:after_decode", "after"),
     Hook(f"{_REPORTER}._maybe_log_idle_metrics", f"{_OURS}.metrics:when_idle", "after"),

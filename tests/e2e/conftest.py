@@ -20,6 +20,7 @@ from machine import HAS_GPU
 from placed import PLACED_SERVERS
 from server_host import Host
 from streaming_heads import EQUALLY_STREAMING, STREAMING, WINDOW_TOKENS
+from tensor_parallel import with_one_kv_head
 
 from sglang_sparse.tasks import FileEncoder, TaskSuite
 
@@ -147,6 +148,9 @@ CONFIGURATIONS: dict[str, tuple[list[str], dict[str, str]]] = {
     **drafting_servers(CHOOSY, KEPT),
     # Two ranks, which speak through gloo on a CPU; the dense layer's heads are whole on each.
     "psa-ranks": ([*PSA, "--tp", "2"], PROBE | VERIFY),
+    # One KV head that both ranks replicate, and one rank that has it twice.
+    "psa-copies": ([*PSA, "--model-path", "{MODELS}/heads-1", "--tp", "2"], PROBE | VERIFY),
+    "psa-twice": ([*PSA, "--model-path", "{MODELS}/heads-2"], PROBE | VERIFY),
     # Prompts and decoding sparse; prompts in many chunks.
     "kascade": (
         [
@@ -255,6 +259,11 @@ CONFIGURATIONS |= {
     f"{method}-fp8": ([*sparse(method, c | SOON), *FP8_KV], VERIFY)
     for method, c in WHOLE_CONTEXT.items()
 }
+# Beside the same servers of one rank.
+CONFIGURATIONS |= {
+    f"{name}-ranks": ([*CONFIGURATIONS[name][0], "--tp", "2"], CONFIGURATIONS[name][1])
+    for name in ("sparcas-fp8", "sparcas-chains")
+}
 
 LENGTHS = (1003, 1751, 2503, 3251, 3989)
 # Servers at once. One of two ranks takes 2 GiB and more; both versions are tested side by side.
@@ -293,9 +302,11 @@ def server(
     """``server(name)``: the running server of one of :data:`CONFIGURATIONS`."""
     logs = tmp_path_factory.mktemp("servers")
     running: dict[str, LiveServer] = {}
-    drafters = tmp_path_factory.mktemp("drafters")
-    write_eagle(drafters / "eagle")
-    write_eagle3(drafters / "eagle3")
+    models = tmp_path_factory.mktemp("models")
+    write_eagle(models / "eagle")
+    write_eagle3(models / "eagle3")
+    for copies in (1, 2):
+        with_one_kv_head(copies, models / f"heads-{copies}")
 
     def start(name: str) -> LiveServer:
         live = running.pop(name, None)
@@ -303,7 +314,7 @@ def server(
             if len(running) == MOST_RUNNING:
                 running.pop(next(iter(running))).close()
             args, env = CONFIGURATIONS[name]
-            args = [arg.replace("{DRAFTERS}", str(drafters)) for arg in args]
+            args = [arg.replace("{MODELS}", str(models)) for arg in args]
             command = COMMANDS.get(name, LAUNCH_SERVER)
             host = None if name in COMMANDS else forking
             live = LiveServer(args, logs / f"{name}.log", env, command, host).wait_until_up()

@@ -26,12 +26,12 @@ PICKED = (0, 6, 12)  # of the prompts: three documents, 1003 to 2503 tokens
 CUT = 200  # tokens from the end: the model is sure of what follows a question, not of other text
 
 
-def ask(live: LiveServer, prompts: list[list[int]]) -> Answers:
+def ask(live: LiveServer, prompts: list[list[int]], **asked: object) -> Answers:
     """Greedy tokens of some prompts and their log-probabilities, each alone and cold."""
     live.flush()
     answers: Answers = []
     for picked in PICKED:
-        answer = live.generate([prompts[picked][:-CUT]], TOKENS, ignore_eos=True)
+        answer = live.generate([prompts[picked][:-CUT]], TOKENS, ignore_eos=True, **asked)
         answers.append((token_ids(answer)[0], logprobs(answer)))
     return answers
 
@@ -56,6 +56,25 @@ def change(server: Server, prompts: list[list[int]], dense: Answers) -> float:
 
 def test_fp8_kv_changes_what_a_dense_server_says(change: float) -> None:
     assert change > 0.05
+
+
+def test_two_ranks_answer_as_one_does(
+    server: Server, prompts: list[list[int]], change: float
+) -> None:
+    one, two = (server(f"sparcas-fp8{ranks}") for ranks in ("", "-ranks"))
+    for asked in ({}, {"custom_params": {"sparse": {"budget": 256}}}):
+        want, got = ask(one, prompts, **asked), ask(two, prompts, **asked)
+        assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
+        for (_, some), (_, others) in zip(got, want, strict=True):
+            # Sums over ranks have another order, so some of a prompt's many keys round otherwise.
+            assert some == pytest.approx(others, abs=change / 4)
+    state = two.sparse_state()
+    assert (state["kv_cache_dtype"], len(state["ranks"])) == ("fp8_e4m3", 2)
+    assert "int4" in state["plane_dtypes"].values()
+    for rank in state["ranks"]:
+        assert rank["decode_steps"]["sparse"] == 2 * len(PICKED) * (TOKENS - 1)
+        assert rank["plane_check"]["pages"] > 0
+        assert rank["plane_check"]["wrong"] == 0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -108,3 +108,38 @@ def test_each_rank_says_what_it_has(server: Server, prompts: list[list[int]]) ->
     assert state["plane_check"]["pages"] == first["plane_check"]["pages"] > 0
     assert [rank["plane_check"]["wrong"] for rank in state["ranks"]] == [0, 0]
     assert state["plane_check"]["wrong"] == 0
+
+
+def test_ranks_with_copies_of_a_head_answer_and_count_as_one_that_has_it_twice(
+    server: Server, prompts: list[list[int]]
+) -> None:
+    ids = [prompts[0][:900], prompts[1][:450], prompts[2][:700]]
+    one, two = server("psa-twice"), server("psa-copies")
+    want, got = answers(one, ids), answers(two, ids)
+    assert token_ids(got) == token_ids(want)
+    assert logprobs(got) == pytest.approx(logprobs(want), abs=logprob_error(900 + TOKENS))
+    (alone, alone_metrics), (state, metrics) = (
+        (live.sparse_state(), live.metrics()) for live in (one, two)
+    )
+    first, second = state["ranks"]
+    for rank in (first, second):
+        assert (rank["first_kv_head"], rank["kv_heads"]) == (0, state["total_kv_heads"]) == (0, 1)
+        for same in ("decode_steps", "prefill_batches", "plane_reuse", "plane_check"):
+            assert rank[same] == alone[same]
+    assert alone["decode_steps"]["sparse"] == len(ids) * (TOKENS - 1)
+    assert alone["plane_check"]["pages"] > 0
+    assert alone["plane_check"]["wrong"] == state["plane_check"]["wrong"] == 0
+    # Each copy is selected from by other query heads, and the lists of both count.
+    assert first["progress"] != second["progress"]
+    for layer, sums in state["progress"].items():
+        assert sums["blocks"] == sum(rank["progress"][layer]["blocks"] for rank in (first, second))
+        for key in ("pairs", "domain_blocks"):
+            assert sums[key] == alone["progress"][layer][key]
+        assert state["fidelity"][layer]["pairs"] == sums["pairs"]
+        assert metrics["mass_lists_total", layer] == sums["pairs"]
+    # Another order of sums may end a list elsewhere, and what a head attends to follows: the mean
+    # over two lists, each rounded down to whole blocks.
+    blocks = [sum(o["blocks"] for o in s["progress"].values()) for s in (alone, state)]
+    attended = [m["kv_tokens_attended_total", "select"] for m in (alone_metrics, metrics)]
+    unit = state["unit"]
+    assert abs(attended[0] - attended[1] - (blocks[0] - blocks[1]) / 2 * unit) <= unit

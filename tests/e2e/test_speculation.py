@@ -108,7 +108,37 @@ def test_a_hundred_answers_with_ngrams_are_the_dense_ones(
     answers = live.generate(hundred, 12, ignore_eos=True, **EVERYTHING)
     assert token_ids(answers) == dense_hundred
     assert live.sparse_state()["decode_steps"]["sparse"] > before
-    assert sum(accepted_drafts(answers)[1:]) > 0
+    accepted = accepted_drafts(answers)
+    assert all(accepted), accepted
+
+
+def test_two_ranks_draft_and_verify_as_one_does(
+    server: Server,
+    prompts: list[list[int]],
+    hundred: list[list[int]],
+    dense_hundred: list[list[int]],
+) -> None:
+    asked, page = cut(prompts)[1::3], PAGE["sparcas-chains"]
+    found = []
+    for name in ("sparcas-chains", "sparcas-chains-ranks"):
+        live = server(name)
+        live.flush()  # and what n-grams are drafted from
+        # Alone: a batch is drafted from what others in it said before.
+        found.append([live.generate([p], 3 * page, ignore_eos=True)[0] for p in asked])
+    one, two = found
+    assert token_ids(two) == token_ids(one)
+    accepted = accepted_drafts(two)
+    assert accepted == accepted_drafts(one)
+    assert all(accepted), accepted
+    first, second = live.sparse_state()["ranks"]
+    assert first["decode_steps"] == second["decode_steps"]
+    assert first["decode_steps"]["sparse"] > 0
+    for rank in (first, second):
+        # Documents of their own, and of each answer at least two pages.
+        assert rank["plane_check"]["pages"] >= sum(len(p) // page + 2 for p in asked)
+        assert rank["plane_check"]["wrong"] == 0
+    full = live.generate(hundred[::5], 12, ignore_eos=True, **EVERYTHING)
+    assert token_ids(full) == dense_hundred[::5]
 
 
 @pytest.mark.parametrize("name", PLAIN)

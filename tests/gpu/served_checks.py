@@ -112,7 +112,7 @@ def drafting_configurations(models: Path = Path("drafters")) -> dict[str, list[s
     """
     found = configurations()
     drafting = {
-        name + how: [*found[name], *(flag.replace("{DRAFTERS}", str(models)) for flag in flags)]
+        name + how: [*found[name], *(flag.replace("{MODELS}", str(models)) for flag in flags)]
         for how, flags, names in (
             (WITH_DRAFTS, CHAINS, ("page_minmax", "kascade")),
             (WITH_A_DRAFT_MODEL, DRAFT_MODEL, ("page_minmax", "sparcas")),

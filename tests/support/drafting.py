@@ -22,11 +22,11 @@ DRAFT_MODEL = [
 ]
 # Folders that `drafters.py` writes.
 EAGLE = [
-    *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "{DRAFTERS}/eagle"),
+    *("--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "{MODELS}/eagle"),
     *DRAFT_MODEL[4:],
 ]
 EAGLE3 = [
-    *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "{DRAFTERS}/eagle3"),
+    *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "{MODELS}/eagle3"),
     *DRAFT_MODEL[4:],
 ]
 # SGLang compiles its n-gram corpus, whose sources once lacked an include that GCC 12 needs.
