@@ -125,7 +125,8 @@ class Twins:
     ) -> None:  # fmt: skip
         """`prompts` of the hosted side may share a batch."""
         self.config, self.page, self.prompts = config, config.page_size, prompts
-        gc.collect()  # pools of earlier tests end now, and not while a graph is captured
+        if HAS_GPU:
+            gc.collect()  # pools of earlier tests end now, and not while a graph is captured
         self.numbers, self.rng = torch.Generator().manual_seed(seed), Random(seed)
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
         self.free_pages, self.free_slots = list(range(1, pages)), list(range(1, SLOTS))
