@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """README's picture and rows of results, and PSA's tables, from the committed raw files."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

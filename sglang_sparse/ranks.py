@@ -6,8 +6,6 @@ Each rank has some of the KV heads and counts for them. Counts that follow from 
 functions are collective: every rank calls them, at the same step or for the same request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real server that holds a bounded number of tokens a request."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

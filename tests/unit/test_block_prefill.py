@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefill `block_bounds`: what tiles select, and that cuts of a prompt do not change a bit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

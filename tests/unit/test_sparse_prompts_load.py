@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse prompts read keys and values that may still be on their way from host memory."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

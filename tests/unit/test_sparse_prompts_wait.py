@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sparse prompt reads the pool's buffers itself, so it waits for loads from the host itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

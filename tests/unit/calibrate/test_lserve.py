@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sglang-sparse calibrate lserve`, whole: planted heads, interruptions, files, and misuse."""
 
-from __future__ import annotations
-
 import csv
 import json
 from dataclasses import replace

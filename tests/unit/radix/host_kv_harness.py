@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over KV in host memory and over resident KV, step by step, with the same keys."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, replace
 from random import Random

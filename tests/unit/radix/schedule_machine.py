@@ -5,8 +5,6 @@ After every step the planes are compared with recomputation, and each prefix tha
 over with what the request could have computed itself.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV in host memory beside resident KV: the same requests, the same bits, step by step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 from typing import ClassVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming heads that hold sinks and windows read what an oracle reads that keeps everything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
