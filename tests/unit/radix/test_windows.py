@@ -92,7 +92,7 @@ HARD = (
 
 def test_streaming_heads_read_what_an_oracle_reads_that_keeps_everything(model_config):
     machine = type("Machine", (WindowSchedules,), {"model_config": model_config})
-    run_until_seen(machine, HARD, examples=120)
+    run_until_seen(machine, HARD, examples=50)
 
 
 def gives_back_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
