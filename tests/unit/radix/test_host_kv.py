@@ -141,7 +141,7 @@ class Schedules(RuleBasedStateMachine):
             self.twins.check()
 
 
-# Two minutes alone; beside servers of other tests it has less than a core.
+# Half a minute alone; beside servers of other tests it has less than a core.
 @pytest.mark.timeout(900)
 def test_any_schedule_has_the_bits_of_resident_kv() -> None:
     cases = (
