@@ -43,9 +43,10 @@ SIDE_BY_SIDE = $(MAKE) --no-print-directory -j2 --output-sync=target SGLANG=$(SG
 test: $(STAMP)
 	@$(SIDE_BY_SIDE) test-e2e test-unit test-alone
 
-# The long parts first; the second of them installs the other version's environment.
+# The long parts first, so that both cores end together; the second of them installs the other
+# version's environment.
 test-versions: $(STAMP)
-	@$(SIDE_BY_SIDE) test-e2e other-e2e test-unit test-alone other-alone other-unit
+	@$(SIDE_BY_SIDE) test-e2e other-e2e other-unit test-alone other-alone test-unit
 
 # Parts that run side by side do not install side by side.
 other-%:

@@ -4,8 +4,6 @@
 Runs in a virtual environment that holds the wheel and pydantic only, outside the repository.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from importlib.metadata import distribution

@@ -7,8 +7,6 @@
 Each part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; `PARTS` says in which page.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterable

@@ -7,8 +7,6 @@ The folder holds `dense.json` and one file for each sparse method; they may be c
 (`dense.json.gz`). `docs/generate.py` writes the tables of the committed folders.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

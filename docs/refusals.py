@@ -6,8 +6,6 @@ Calls are expanded until the four texts are known; what only a run can tell is `
 of `sglang_sparse_radix.refusals` and `sglang_sparse` are data, and are imported.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ A relative link then means the same on a git host and on the site. The site star
 and takes in every file of the repository that a page links to.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

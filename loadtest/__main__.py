@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load tests by name: `python loadtest capacity` runs `loadtest/capacity.py`."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -9,8 +9,6 @@ the cost of metrics. Each repeat asks every server once, in changing order, and 
 the first server in the same repeat. The other servers are idle meanwhile, on the same GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrival times of requests that do not wait for one another."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

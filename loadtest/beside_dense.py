@@ -9,8 +9,6 @@ what sparsity changes. `--dense-url` times a plain dense server in the same turn
 token is that of the stream from its first token on.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ servers get the same arrivals and questions. The script writes `LABEL.json` for 
 `capacity.html` and `capacity.md` for all reports in the folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -10,8 +10,6 @@ for frames and planes. Rates and limits are those of `capacity.py`; the dense se
 and its unloaded step limits all.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

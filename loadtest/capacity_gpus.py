@@ -10,8 +10,6 @@ With `--resume` the searches continue from the reports in the folder. Each GPU r
 `capacity.py --start LABEL`. `capacity.py --combine` makes one page of the reports of all runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@
 It uses the standard library alone, so that it runs in threads and under gevent's monkey patches.
 """
 
-from __future__ import annotations
-
 import argparse
 import http.client
 import json

@@ -9,8 +9,6 @@ differ only in the attention. Each report also holds the GPU, the commit and the
 at its end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

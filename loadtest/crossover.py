@@ -11,8 +11,6 @@ sparse. Between two contexts it interpolates the difference linearly. A server h
 slower than dense.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from itertools import pairwise

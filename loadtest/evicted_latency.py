@@ -10,8 +10,6 @@ Other prompts of the same length are asked until nothing of the first one is lef
 server itself tells where a prefix was; a row whose prefix was elsewhere than meant is an error.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

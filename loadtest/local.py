@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers on this machine with the model that the repository ships, for short load tests."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -12,8 +12,6 @@ time per further token (`TPOT`), both in milliseconds, and for tokens per second
 `--records FILE` writes a JSON line for every request.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -11,8 +11,6 @@ decode. The report is written after each cell. Of a server on this machine's onl
 how much memory is in use beside the weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

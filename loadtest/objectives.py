@@ -7,8 +7,6 @@ the queue within 2 seconds. The step is that of one server, the dense one, for e
 comparison; limits in milliseconds may be given instead.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass

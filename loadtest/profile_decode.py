@@ -6,8 +6,6 @@
 The server must share this machine's file system, since SGLang writes the trace to a folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

@@ -4,8 +4,6 @@
 They run without custom all-reduce, and without NVLink multicast.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -12,8 +12,6 @@ rounding alone: it has one process, one KV pool, and all heads.
 Every process of the server imports this file, and so computes in parts.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

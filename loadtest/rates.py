@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grid of request rates, which is the same for every server, and the search in it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 python loadtest/report.py results    # writes results/capacity.html and capacity.md
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import html

@@ -11,8 +11,6 @@ It works on any SGLang server over HTTP, without a tokenizer, so on dummy weight
 which requests it retracted (`num_retractions`); it must allow `--most` running requests.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

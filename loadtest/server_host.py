@@ -9,8 +9,6 @@ and a plugin that each process loads by itself.
     python server_host.py    # a JSON object a line on stdin; a process id a line on stdout
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -8,8 +8,6 @@ frontend programs and a soak. The numbers of such a short run show that everythi
 nothing about capacity.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -12,8 +12,6 @@ has no planes: there every state slot has to be free again, snapshots have to ha
 a flush has to forget them. Exits with status 1 if any of it is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

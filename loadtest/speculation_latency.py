@@ -11,8 +11,6 @@ every draft is accepted. So SGLang can pretend a number (`--accepted`, by its ow
 verification and of its drafts is what it is. The report has what was accepted beside each time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

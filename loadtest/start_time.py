@@ -8,8 +8,6 @@ that it left. What SGLang and FlashInfer keep elsewhere is filled by a first sta
 measured, of a dense server.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -14,8 +14,6 @@ Servers of a part start at once. If one does not answer its first prompt within 
 stacks of all its threads are printed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

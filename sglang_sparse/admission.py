@@ -8,8 +8,6 @@ token, as dense servers have, there is none; with ours there are up to 58 length
 28530). Both tested versions do so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

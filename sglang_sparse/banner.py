@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The line that a server logs at start: method, layers, budget, memory, versions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang_sparse.facts import Facts

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sglang-sparse`: presets, their schema, what two flags resolve to, evaluation, calibration."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

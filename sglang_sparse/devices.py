@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the device that serves. It imports nothing of SGLang, whose platforms ask this module."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -8,8 +8,6 @@ that SGLang makes of the request. ``--preferred-sampling-params`` reach only som
 may not hold it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a server in one record, which the banner, metrics and ``/server_info`` read."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -10,8 +10,6 @@ The hooks that make SGLang capture and pick the graphs differ by version: see ``
 version in :mod:`sglang_sparse.compat`.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 Variant = Literal["dense", "sparse"]

@@ -4,8 +4,6 @@
 Only the plugin's entry point imports this module.
 """
 
-from __future__ import annotations
-
 from sglang_sparse import compat
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much host memory this process may still take: of the machine, and of its container."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

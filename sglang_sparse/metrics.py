@@ -7,8 +7,6 @@ interval late, so that no step waits. When the server is idle, or asked for ``/s
 counts are published.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server refuses whose KV lies in host memory, beside what all refuse."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -6,8 +6,6 @@ Seams (SGLang 0.5.17, ``mem_cache/kv_cache_configurator.py: KVCacheConfigurator`
 ``resolve_max_num_reqs``; ``model_executor/pool_configurator.py: MemoryPoolConfig``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of the group ``sglang.srt.plugins``: SGLang calls :func:`load` in each process."""
 
-from __future__ import annotations
-
 
 def load() -> None:
     """Register everything. A failure here is logged by SGLang, and the backend's name stays

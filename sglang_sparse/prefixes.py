@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells the radix tree from which position a request attends sparsely."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang_sparse.launch import launch_of

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs a line about progressive attention at SGLang's logging interval."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

@@ -8,8 +8,6 @@ not added up. The functions are collective: every rank calls them, at the same s
 request.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

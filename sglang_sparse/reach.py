@@ -7,8 +7,6 @@ tokens. A server whose longest request is shorter would hold planes and still at
 does not start.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

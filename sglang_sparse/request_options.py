@@ -11,8 +11,6 @@ Requests are checked in the process that receives them, before they are schedule
 answered with status 400 and does not affect any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

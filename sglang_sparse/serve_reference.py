@@ -5,8 +5,6 @@ Every argument goes to `sglang.launch_server`, after the ones set here, so `--po
 `--sparse-method page_minmax` win over them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``sparse`` block of ``/server_info``, with the facts and counts of the server."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 from typing import Any

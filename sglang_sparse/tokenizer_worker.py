@@ -5,8 +5,6 @@ SGLang starts these processes by the name of its application, and loads no plugi
 get this name instead (:mod:`sglang_sparse.tokenizers`), so requests are checked in each of them.
 """
 
-from __future__ import annotations
-
 from sglang.srt.plugins import load_plugins
 
 load_plugins()

@@ -4,8 +4,6 @@
 Seam: ``entrypoints/http_server.py: _setup_and_run_http_server``, which starts them with uvicorn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

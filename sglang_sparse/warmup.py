@@ -6,8 +6,6 @@ and ends it. So whatever a start compiles lies on disk then: this package's kern
 SGLang and FlashInfer. A model's config and tokenizer are enough; no weights are read.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

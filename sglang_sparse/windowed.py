@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server refuses whose streaming heads hold windows only, beside what all refuse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang_sparse import compat

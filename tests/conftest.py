@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test shares: the Triton interpreter where there is no GPU, markers, `--sglang`."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -9,8 +9,6 @@ well as a dense one. The default markers around the question are those of the re
 your model's with `--before` and `--after`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many questions over one long document, each in a fork: the document is prefilled once."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

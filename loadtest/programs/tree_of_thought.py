@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Branch, score, keep the best, branch again: a tree of forks that share ever longer prefixes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import sglang as sgl

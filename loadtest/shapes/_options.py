@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the shapes share: they read locust's own options."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 from locust import LoadTestShape

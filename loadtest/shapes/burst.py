@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Few users, and all of them at once every half minute: does the queue drain in between?"""
 
-from __future__ import annotations
-
 from _options import TimedShape
 
 PERIOD_SECONDS, BURST_SECONDS = 30, 10

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From one user to many, evenly: where does the server begin to queue?"""
 
-from __future__ import annotations
-
 from _options import TimedShape
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same load for a long time: does anything grow?"""
 
-from __future__ import annotations
-
 from _options import TimedShape
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Four steps of equal length and height: what does each level cost once it has settled?"""
 
-from __future__ import annotations
-
 from _options import TimedShape
 
 STEPS = 4

@@ -8,8 +8,6 @@ SGLang's own `mem_cache/allocator/paged.py` `PagedTokenToKVPoolAllocator` launch
 which page goes to which request, freeing, groups and state are SGLang's.
 """
 
-from __future__ import annotations
-
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 

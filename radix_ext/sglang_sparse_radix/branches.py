@@ -17,8 +17,6 @@ A page belongs to the first branch on which all of its tokens may lie. So one to
 attention keeps its whole page off the trunk.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Nobody finds rows `[slots, H, D]` here. Keys and values lie in blocks, as
 `sglang_sparse_kernels.frames` has them, and who reads or writes them goes through these operators.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import weakref

@@ -11,8 +11,6 @@ Seams (under `sglang/srt/` of sglang 0.5.17):
       the running batch waits for; -1 for none), `HiCacheController.start_loading`
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

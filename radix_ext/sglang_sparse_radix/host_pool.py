@@ -7,8 +7,6 @@ host's memory by CUDA and copies with kernels of a GPU, in `load_to_device_per_l
 goes to which page are SGLang's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

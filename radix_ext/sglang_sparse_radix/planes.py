@@ -5,8 +5,6 @@ The values are recomputed here from the K rows of a page, straight from the defi
 This uses neither the update kernels nor their references, so that a check shares no code with them.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, Protocol

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which planes lie beside the KV pages, for which layers, and exactly how many bytes they take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final

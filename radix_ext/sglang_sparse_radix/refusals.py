@@ -5,8 +5,6 @@ Reads `sglang/srt/server_args.py` `ServerArgs` fields and `sglang/srt/environ.py
 that this SGLang does not have cannot have been set, so it counts as allowed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

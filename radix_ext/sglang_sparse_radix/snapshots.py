@@ -19,8 +19,6 @@ Seams (`sglang/srt/mem_cache/radix_cache.py`): `RadixCache.create_simulated`, a 
 :mod:`.snapshot_cache` gives snapshots to requests.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable

@@ -10,8 +10,6 @@ other.
 SGLang splits such a pool by layer. Here every layer has a part of its KV heads in each pool.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NoReturn
 

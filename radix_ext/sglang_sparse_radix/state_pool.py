@@ -9,8 +9,6 @@ Seams (under `sglang/srt/mem_cache/`): `memory_pool.py: NoOpMHATokenToKVPool`
 (`_create_buffers`, `get_kv_size_bytes`, `_finalize_allocation_log`), whose writers raise.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any, TypeVar
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares planes with values recomputed from the K rows of their pages, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of the decode path's buffers: fixed capacity, allocated once, addressed by graphs."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_sparse.backend.heads import Heads, head_kinds

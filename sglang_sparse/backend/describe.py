@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts of a server, gathered for the banner, the metrics and ``/server_info``."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_sparse import __version__, compat

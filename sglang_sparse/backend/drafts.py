@@ -7,8 +7,6 @@ draft extension come from ``speculative/draft_utils.py: DraftBackendFactory``, w
 ``sparse``. A name that the user gave with ``--speculative-draft-attention-backend`` holds for all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads at run time: which of this rank's stream, which lists a head reads, and which nobody."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

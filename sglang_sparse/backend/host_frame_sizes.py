@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How `placement.device_bytes` is divided: frames, pages that are written, copies for prompts."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from dataclasses import dataclass

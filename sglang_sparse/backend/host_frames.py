@@ -6,8 +6,6 @@ to the host, at the end of the step that filled it: SGLang may put it in the tre
 request's next step. All of it runs on the device, in fixed shapes, so that decode graphs hold it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ one's plan: a chunk that begins behind the end of its request has a negative len
 ``decode.cuh`` counts as some four thousand million tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

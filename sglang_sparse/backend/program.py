@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers axis at run time: a short list of stages for each layer, compiled once at start."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_sparse.backend.heads import lists_of_heads

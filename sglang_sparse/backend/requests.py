@@ -6,8 +6,6 @@ row gets a new owner, it is rewritten after the old owner's last decode step and
 owner's first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 Seam: ``layers/attention/torch_native_backend.py: TorchNativeAttnBackend``.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses the layers that select, and the list that each other head takes (Kascade, 3.3, 3.5)."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a model of transformers and records the queries and keys of its attention layers."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

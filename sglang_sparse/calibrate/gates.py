@@ -5,8 +5,6 @@ The output of head h is gate_h * full + (1 - gate_h) * streaming (DuoAttention, 
 section 2.2). At 1 a head needs all of the context, at 0 it streams.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a calibration of heads found: tables, DuoAttention's file, pictures, and a comparison."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads a model of transformers whose attention is ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count

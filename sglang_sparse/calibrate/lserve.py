@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the heads of a model that can do with a window, and writes LServe's presets."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

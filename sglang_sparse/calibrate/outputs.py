@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a calibration writes and takes up again: presets, and the state of an interrupted run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prompts that a calibration measures on: a JSON Lines file, or generated ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the results of a calibration as tables and pictures."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

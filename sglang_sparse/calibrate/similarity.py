@@ -4,8 +4,6 @@
 Queries are taken in blocks, so that no tensor has the size heads x tokens x tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often selection is redone."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base of every choice: a small frozen model of its keys, whose `kind` names it."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict

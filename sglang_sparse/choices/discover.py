@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the choices of an axis, which are the files of its folder. No list of them exists."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Annotated, Any, Union

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one layer does with selections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

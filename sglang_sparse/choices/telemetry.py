@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters that kernels add to on the device, and that the host reads on request."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

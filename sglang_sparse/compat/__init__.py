@@ -83,8 +83,6 @@ move_accept_tokens_to_target_kvcache``, ``speculative/ngram_worker.py: NGRAMWork
 What differs is in the docstrings of :mod:`.v0517` and :mod:`.v0523`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec

@@ -14,8 +14,6 @@ from ``sgl_kernel.speculative``. For slots of a step, which drafts and their ver
 engine. ``mem_cache/memory_pool.py: MHATokenToKVPool`` of 0.5.23 prepares to move rows.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType

@@ -5,8 +5,6 @@ The package's docstring says what each is for. SGLang calls the hooks of one tar
 this list. So the log reads what a decode step added before the metrics ask the log for it.
 """
 
-from __future__ import annotations
-
 from sglang_sparse.compat.protocol import Hook
 
 _OURS = "sglang_sparse"

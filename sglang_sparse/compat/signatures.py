@@ -7,8 +7,6 @@ a start on a version that is not tested names what differs. ``python -m sglang_s
 records those of the installed version.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import pkgutil

@@ -4,8 +4,6 @@
 A method is a point on these axes; nothing at run time asks which method it was.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from sglang_sparse.choices.choice import MILLION

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one error that a wrong flag ends with, and pydantic's errors turned into it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -15,8 +15,6 @@ model, its layers or heads, which is merged over the rest of its settings. Files
 lie relative to the config that names them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

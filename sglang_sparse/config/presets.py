@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find and read preset files: `configs/<model>/<preset>.json`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

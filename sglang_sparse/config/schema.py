@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The JSON schema of a preset and the keys of each object, generated from the pydantic models."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from typing import Any, get_args

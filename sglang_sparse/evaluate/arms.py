@@ -5,8 +5,6 @@ All arms run on one server and share its prefix cache. The cache keeps them apar
 tokens that one arm decoded are never the prefix of another arm's prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

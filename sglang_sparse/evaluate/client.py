@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few HTTP calls that an evaluation makes."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request

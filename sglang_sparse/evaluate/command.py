@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sglang-sparse eval`, once its arguments are parsed."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from importlib.util import find_spec

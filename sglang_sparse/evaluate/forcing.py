@@ -7,8 +7,6 @@ token of the text. It leaves two logits, of which the forced token's is the larg
 such that SGLang then reports the token's true log-probability, divided by `SCALE`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

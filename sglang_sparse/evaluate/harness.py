@@ -5,8 +5,6 @@ Only tasks that generate text measure sparse decoding. Tasks that score given an
 log-probabilities, which come from the prefill.
 """
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any

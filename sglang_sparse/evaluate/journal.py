@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results measured so far, one a line, so that an interrupted evaluation can be resumed."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

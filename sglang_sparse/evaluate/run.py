@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask every prompt in every arm, and store each answer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command lines of all studies share."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -5,8 +5,6 @@
 what stands between ``<!-- NAME -->`` and ``<!-- end -->`` in ``README.md``.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

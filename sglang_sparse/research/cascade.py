@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference model over a cascading cache: prompts and decoding, as a server computes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

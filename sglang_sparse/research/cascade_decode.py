@@ -13,8 +13,6 @@ with a window larger by half a stride, which holds as many on average.
 The table is written beside the JSON, as Markdown. Intervals are of 95 %.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

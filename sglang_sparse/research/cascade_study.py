@@ -13,8 +13,6 @@ heads by the maximum and counts digits: `--mentions 6 --reduce max`.
 The table is written beside the JSON, as Markdown. Intervals are of 95 %.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ heart, and reads no others. Of these no two are alike, so what is left to learn 
 stands, and which word beside it is of the kind that is asked for. So no other word may be of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

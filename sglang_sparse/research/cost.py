@@ -6,8 +6,6 @@ attention of T tokens takes 2 T operations a channel of the query heads forward,
 backward, where flash attention computes the scores again.
 """
 
-from __future__ import annotations
-
 from sglang_sparse.research.curriculum import FINAL_LENGTHS, FINAL_WEIGHTS, curriculum
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
 from sglang_sparse.research.train import parser

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training data of the reference model and its order: stages, and batches of text."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections import deque
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Greedy decoding of the reference model over a dense prefill, under a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes and reads the reference model in the Hugging Face layout."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -9,8 +9,6 @@ on where ``--out`` ends; ``--join`` adds what other runs measured. The report ha
 prompts: the right answers of each cell, and arms compared with others prompt by prompt.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pool of frames on the device for blocks of KV that lie in host memory, replaced by recency."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 

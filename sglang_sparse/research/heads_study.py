@@ -7,8 +7,6 @@ Prompts are dense. While it decodes, a head that streams sees its sinks and its 
 other heads see everything, so that nothing but the choice of heads is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

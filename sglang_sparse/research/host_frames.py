@@ -14,8 +14,6 @@ divided by the tokens of a block. Where single tokens are selected, they touch m
 that, unless a block is a token.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 The most important cells are measured first, and a run continues after the last cell of its file.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ each data set). Cells that ``--out`` already holds are not measured again. ``--j
 of other files, so that lengths can be measured side by side.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

@@ -5,8 +5,6 @@ The context of a chat is corpus or, less often, the tasks' own filler, which is 
 learnt: a model would know it by heart.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path

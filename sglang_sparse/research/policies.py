@@ -6,8 +6,6 @@ Shapes: B rows, L cached tokens, H query heads, G KV heads, D channels; a group 
 Caches are ``[B, G, L, D]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

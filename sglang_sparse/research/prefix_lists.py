@@ -16,8 +16,6 @@ Each is compared with what needs no other request: what the second request's own
 selects, its step before, and what the code does today.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

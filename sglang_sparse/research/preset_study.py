@@ -7,8 +7,6 @@ Every setting is the preset's own: score, units, budget, sinks, recent tokens, d
 that ``--out`` holds already are not measured again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -5,8 +5,6 @@ Ranks draw the same shapes, so they capture the same graphs; what depends on tim
 decided by the first rank's clock and by sums over all of them, so no rank ends a stage alone.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

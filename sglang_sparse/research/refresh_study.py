@@ -10,8 +10,6 @@ take again; how often a KV head reads afar, with more than half of its attention
 not always kept; and which share of the attention the selected tokens then hold by either choice.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs of requests on one prefix: what each of them selects, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -7,8 +7,6 @@ Dense, then every format at every budget on the retrieval tasks: dense prefill, 
 the first layer dense as in the reference preset.
 """
 
-from __future__ import annotations
-
 import json
 
 import torch

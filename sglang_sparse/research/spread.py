@@ -7,8 +7,6 @@ of its own: by its place in the number, and by the parity of the digit before it
 pulled to the digit in the context; the others are pushed off anything far away at that step.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One optimiser step at a fixed shape, replayed as a CUDA graph where there is a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures the reference model, dense and sparse: ``python -m sglang_sparse.research.study``."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

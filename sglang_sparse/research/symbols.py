@@ -4,8 +4,6 @@
 Retrieval appears abruptly once repeating text is copied; both kinds share every batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ places in ``policies``. Of files without cells, each list of like objects become
 ``rows``, at any depth.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -8,8 +8,6 @@ is measured on the same tokens: the last ones of a window, given the last 512 to
 on. The baselines take a few minutes of a CPU; ``--baselines FILE`` keeps them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

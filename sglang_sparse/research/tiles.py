@@ -4,8 +4,6 @@
 A second implementation beside the kernels' reference: contiguous caches, boolean masks.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -6,8 +6,6 @@ MiB. Bytes a token on held-out English: 2.63 at 2,048 tokens, 2.83 at 3,072, 2.9
 8,192.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable, Iterator

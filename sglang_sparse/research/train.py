@@ -10,8 +10,6 @@ On several GPUs, ``torchrun --nproc-per-node N -m sglang_sparse.research.train``
 in one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

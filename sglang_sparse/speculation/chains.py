@@ -6,8 +6,6 @@ path of its own, and tokens that are missing are filled in below the root
 (``cpp_ngram/ngram_corpus``: ``buildRecency``, ``fillResult``).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -7,8 +7,6 @@ only when all of its rows are accepted ones, and then its planes were last compu
 accepted rows of a tree are moved after verification, and the planes would not follow.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang_sparse import compat

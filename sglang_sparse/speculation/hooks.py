@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that keep drafts chains, and accepted rows where they were written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

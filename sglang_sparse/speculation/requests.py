@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may not ask for where draft tokens are verified on a CPU."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregation tasks: the answer needs many places of the context, not one."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sglang_sparse.tasks import composed_forms as composed

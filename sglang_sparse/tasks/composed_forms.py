@@ -7,8 +7,6 @@ other nouns beside it: ``{d}`` is one of them, drawn anew each time
 the value first, and some that name the subject first.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 _WHEN = ("", "At nine ", "By chance ", "On the way home ", "Just before dinner ", "Once more ")

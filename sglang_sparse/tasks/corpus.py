@@ -5,8 +5,6 @@ The text is cut into pieces. A piece starts with whitespace and ends without, so
 by one and encoding their concatenation give the same tokens, and a needle fits between any two.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Word tasks: which words of a long list are the most common, or the most frequent."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from sglang_sparse.tasks.needles import join, pick

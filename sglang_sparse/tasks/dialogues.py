@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dialogues of several turns: facts in each message, corrections, questions cut short."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat markers and the small interface that the tasks need from a tokenizer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

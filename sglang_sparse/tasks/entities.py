@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the people, things and places that a problem of a reading task speaks of."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lays a problem out in a context of a given number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Needle tasks: a fact, or several, hidden in filler and asked for at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading tasks: similar keys, natural sentences, forms of a question, facts to be joined."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

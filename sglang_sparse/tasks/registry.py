@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks by name, and the one function that draws samples of them."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -5,8 +5,6 @@ Every sentence and every form of a question belongs to one split. The first form
 plain and known to both. An answer has one form, which restates the fact before the value ends it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

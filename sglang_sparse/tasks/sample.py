@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data that tasks produce: problems before they are laid out, samples after."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact scoring of replies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

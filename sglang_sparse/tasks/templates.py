@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Templates of sentences and questions by split, and those that training alone sees blurred."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

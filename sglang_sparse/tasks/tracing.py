@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Variable tracking: follow a chain of assignments over two to four hops."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

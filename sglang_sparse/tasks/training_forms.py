@@ -4,8 +4,6 @@
 A model that is trained on few of them learns them by heart and reads no others.
 """
 
-from __future__ import annotations
-
 STATEMENTS: dict[str, tuple[str, ...]] = {
     "lives": (
         "{s} rents two rooms above a shop in {v}.",

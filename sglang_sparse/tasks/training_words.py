@@ -7,8 +7,6 @@ WordNet 3.0 by their hypernyms, without those that a sentence or a question cont
 WordNet 3.0 is Copyright 2006 by Princeton University, https://wordnet.princeton.edu/license.
 """
 
-from __future__ import annotations
-
 WORDS: dict[str, str] = {
     "place": """
 airframe apadana apartment auditorium aviary ballpark balustrade banister barnyard barrack

@@ -7,8 +7,6 @@ Sentence templates name no word of any kind, so a reply's words of a kind are th
 states.
 """
 
-from __future__ import annotations
-
 import zlib
 from functools import cache, lru_cache
 from itertools import product

@@ -7,8 +7,6 @@ the training split, from a list of WordNet's nouns, from random syllables, or fr
 frequent nouns of a text are no values, but stand beside those.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from functools import cache

@@ -5,8 +5,6 @@ A string belongs to the held-out split when its CRC-32 is divisible by eight. Th
 no key, no variable name and no value, so a model cannot have seen a held-out answer while training.
 """
 
-from __future__ import annotations
-
 import zlib
 from functools import lru_cache
 from itertools import product

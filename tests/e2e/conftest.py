@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers shared by the end-to-end tests: each configuration is started once a session."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from importlib.metadata import version

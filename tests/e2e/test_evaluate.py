@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sglang-sparse eval` against a real server: the table, going on after an end, refusals."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

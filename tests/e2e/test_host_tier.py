@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV in host memory: evicted prompts come back whole, with their planes, on their branch."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable

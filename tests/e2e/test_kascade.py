@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kascade on a real server, prompts sparse too: prefixes, chunks and neighbours change nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

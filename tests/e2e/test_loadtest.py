@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load tests against a real server: Locust, its page, capacity, the programs, a soak."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming heads beside heads that select, over HTTP: answers, caches, ranks and counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``/metrics`` and ``/server_info`` say of a scripted run, beside counts made by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.error

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a real server answers, sparse beside dense, with shared, chunked and evicted prefixes."""
 
-from __future__ import annotations
-
 import time
 import urllib.error
 from collections.abc import Callable

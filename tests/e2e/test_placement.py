@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV in host memory over HTTP, beside a server that has all of it on the device."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request takes over from the turns before it: dense KV, or sparse KV of its own kind."""
 
-from __future__ import annotations
-
 import urllib.error
 from collections.abc import Callable
 from math import log, sqrt

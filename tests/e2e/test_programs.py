@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sglang.Engine`` served sparsely, and the clients that measure latency."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one request asks for: dense rows, budgets of their own, and what is refused with a 400."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import urllib.error

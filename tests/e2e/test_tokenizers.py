@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several tokenizer processes: whichever takes a request checks it and passes it on alike."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection

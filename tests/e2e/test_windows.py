@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming heads that hold windows only, over HTTP, beside the same heads that hold everything."""
 
-from __future__ import annotations
-
 import urllib.error
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts of whole servers: with the fewest flags, and one that is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts that must be refused, each with one line, and what the flags look like to a user."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sglang-sparse warmup`: the real server, started without weights and ended."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

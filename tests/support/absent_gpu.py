@@ -4,8 +4,6 @@
 For processes of their own, that have :func:`environment`.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The system's Chromium, for the tests that drive a browser."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests hold of a request: less than the preset, so that short prompts fill and evict it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

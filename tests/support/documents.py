@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts for servers of the reference model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from sglang_sparse.tasks import TaskSuite

@@ -6,8 +6,6 @@ the last token. So some drafts are accepted and some are rejected. As a script i
 a folder.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

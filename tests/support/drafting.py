@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers with draft tokens, and starts of such servers that are refused."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from typing import Any

@@ -6,8 +6,6 @@ the backend, its planes or its operators. In float32 both see the same queries a
 rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

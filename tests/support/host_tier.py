@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers whose KV goes to host memory, one a method, and one beside them that never evicts."""
 
-from __future__ import annotations
-
 import json
 
 from sglang_sparse.config import list_presets, load_preset

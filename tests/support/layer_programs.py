@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of a few layers over a real pool of random keys, without a server."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

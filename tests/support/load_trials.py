@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trials of a capacity search against a server that is a formula."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import scripts  # noqa: F401  isort: skip  # makes the load tests importable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What machine the tests run on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # Asked without importing torch: Triton's interpreter must be switched on before anything does.

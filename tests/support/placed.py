@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers with the same selections, KV on the device and on the host; starts that are refused."""
 
-from __future__ import annotations
-
 import json
 
 from sglang_sparse import compat

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs of models that a start with sparse attention refuses."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

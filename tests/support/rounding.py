@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far rounding may move what a server of the reference model reports."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from error_budget import UNIT_ROUNDOFF

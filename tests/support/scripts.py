@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts of folders that are no packages, as modules: load tests, GPU checks, documentation."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -8,8 +8,6 @@ process imports that a test starts. So tests that do not reach SGLang run withou
 (:func:`hide_sglang`), and a file of which that is not true says ``pytest.mark.sglang``.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How starts end: command lines parsed as `launch_server` parses them, in one process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

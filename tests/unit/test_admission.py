@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that SGLang would accept and never run are too long."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled before the first batch is all that batches launch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

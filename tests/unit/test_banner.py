@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the start-up line says of a server."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@
 Nor does a prefix that is still on its way from the host, with `tile_topk` either.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

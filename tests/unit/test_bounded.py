@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server that holds a bounded number of tokens starts on tested versions of SGLang alone."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

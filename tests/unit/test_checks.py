@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang made of the flags is checked again, after it resolved them."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

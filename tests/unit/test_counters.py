@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of decode steps reach the host without a step that waits for them."""
 
-from __future__ import annotations
-
 import torch
 from machine import HAS_GPU
 

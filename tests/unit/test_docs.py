@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation: short at the front, current, complete, and without dead links."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

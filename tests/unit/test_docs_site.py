@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation site is built without a warning, and its search works in a browser."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the evaluation that need no server."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runner of the GPU checks: what it counts, what fails, what its report says."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

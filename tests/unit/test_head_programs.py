@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which heads of a rank stream, which lists nobody reads, and what layers then run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

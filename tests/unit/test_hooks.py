@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of SGLang's functions are hooked."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

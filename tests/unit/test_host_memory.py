@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free host memory is what the machine and every control group around the process have left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scales of quantized KV: applied on both sides of the pool, or refused by name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod

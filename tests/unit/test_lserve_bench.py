@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark of LServe, from its checks to its report, at tiny shapes and without its clocks."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A share of the mass under anchors, and between selections: what is attended to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks counted, added up, with the exchange between them faked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

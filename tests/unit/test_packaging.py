@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an install must hold, and the folder names that must never shadow a package."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where KV lies in host memory: keys, flags and versions that are refused by name."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of KV in host memory that do not fit are refused by name when the pool is sized."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

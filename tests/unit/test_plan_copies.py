@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan waits for the device's copy of the one before, and for nothing else."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sparse prefill: no prompt meets a shape that its kernels were not compiled for at start."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The log line on progressive attention says what changed since the one before."""
 
-from __future__ import annotations
-
 from sglang_sparse.progress_log import line
 from sglang_sparse_kernels import COUNTERS
 

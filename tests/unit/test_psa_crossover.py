@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmark of PSA's threshold reads off its times."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank that computes its projections in parts gives what ranks give together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

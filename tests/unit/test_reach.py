@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A configuration whose rows would all be dense is refused, with what to type instead."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request may ask for, and the one line that it is refused with."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/results.md are rendered from the committed JSON files."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

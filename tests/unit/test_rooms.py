@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who imports whom: rooms import in one direction, and no files import each other in a circle."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter

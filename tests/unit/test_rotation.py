@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which models' rotations a cache can take over: SGLang's own rotary embeddings, on the CPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

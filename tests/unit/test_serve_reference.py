@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher behind `make serve`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import shlex

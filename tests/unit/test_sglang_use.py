@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that reach SGLang are told from those that do not, and the latter run without one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

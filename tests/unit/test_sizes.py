@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files and calls stay small enough to be read at once."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

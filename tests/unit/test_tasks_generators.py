@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task generators: seeded, exact, within length, and split without overlap."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

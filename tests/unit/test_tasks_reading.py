@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reading tasks: their answers follow from the text, and nothing of a split is in the other."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exact scoring: nothing but the expected values passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters on the device are read by layer and name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

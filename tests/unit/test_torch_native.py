@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense prompts on a CPU: SGLang's results, for less work."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model that serves the heads which hold every token: each count of heads agrees."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

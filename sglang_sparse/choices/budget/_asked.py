@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by budgets of one number, which a request may replace."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import model_validator

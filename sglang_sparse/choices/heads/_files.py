@@ -5,8 +5,6 @@ DuoAttention (arXiv 2410.10819) writes a gate for each layer, a line, and KV hea
 head that needs all of the context, 0 for one that does without.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 DuoAttention (arXiv 2410.10819), LServe (arXiv 2502.14866, section 3.3).
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self

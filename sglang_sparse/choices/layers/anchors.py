@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers `anchors`: a few layers select for the layers after them (Kascade, section 3)."""
 
-from __future__ import annotations
-
 import shlex
 from itertools import pairwise
 from typing import Annotated, Literal, Self

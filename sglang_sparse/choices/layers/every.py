@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers `every`: each layer selects for itself."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from sglang_sparse.choices.interfaces import LayersChoice

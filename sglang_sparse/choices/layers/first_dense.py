@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers `first_dense`: the first layers stay dense (SparCas, section 4)."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers `none`: no layer selects; each attends to everything that is held."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from sglang_sparse.choices.interfaces import LayersChoice

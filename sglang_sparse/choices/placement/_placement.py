@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the axis `placement` asks of its choices."""
 
-from __future__ import annotations
-
 from abc import ABC
 from typing import ClassVar, Protocol
 

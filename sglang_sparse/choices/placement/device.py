@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement `device`: keys and values lie in SGLang's KV pool on the device."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from sglang_sparse.choices.placement._placement import PlacementChoice

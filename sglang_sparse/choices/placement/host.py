@@ -4,8 +4,6 @@
 PSA, arXiv:2503.00392, section 3.4.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

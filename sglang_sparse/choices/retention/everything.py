@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retention `all`: every token is held in SGLang's KV pool."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from sglang_sparse.choices.interfaces import RetentionChoice

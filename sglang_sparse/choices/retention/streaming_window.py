@@ -4,8 +4,6 @@
 DuoAttention (arXiv 2410.10819, section 2.3) and LServe (arXiv 2502.14866, section 3.3).
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

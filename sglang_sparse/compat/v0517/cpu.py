@@ -7,8 +7,6 @@ KVCacheConfigurator._build_oot_mha_kv_pool``, ``utils/common.py: support_triton`
 init_model_parallel_group``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@
 Seam: ``model_executor/runner/decode_cuda_graph_runner.py: DecodeCudaGraphRunner``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

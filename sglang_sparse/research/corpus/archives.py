@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The packages of a corpus: which, where they lie, and their files."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

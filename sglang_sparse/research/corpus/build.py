@@ -6,8 +6,6 @@ Writes ``train.txt`` and ``heldout.txt``, whose documents end with a form feed, 
 give the same bytes.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

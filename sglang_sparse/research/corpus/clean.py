@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cleaning: ASCII, English paragraphs, each of them once."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import unicodedata

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain text out of a package's files: paragraphs, parted by empty lines."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser

@@ -4,8 +4,6 @@
 It is an xz stream of a NumPy archive. Training and evaluation need it and the tokenizer alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import lzma

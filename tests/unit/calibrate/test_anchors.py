@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Anchors by dynamic programming beside every possible choice; head maps."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sglang-sparse calibrate kascade`, whole: on the reference model, interrupted, and misused."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Similarity in blocks beside a direct computation over whole attention matrices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from error_budget import UNIT_ROUNDOFF, dot_rounding

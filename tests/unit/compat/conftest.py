@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each folder holds what is tested on one version of SGLang alone."""
 
-from __future__ import annotations
-
 from sglang_sparse import compat
 
 installed = compat.current().__name__.rpartition(".")[2]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a new version of SGLang changes has a name, and untested versions are told apart."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's helpers of chains in PyTorch, against loops."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

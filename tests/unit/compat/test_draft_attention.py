@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a draft model attends on, and its attention on a CPU against loops."""
 
-from __future__ import annotations
-
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any

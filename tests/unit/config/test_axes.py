@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The axis models, and the rules between their keys."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads of two kinds: where they are read from, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `--sparse-method` and `--sparse-config` mean together, and every way they can be wrong."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configs that bound what a request holds, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

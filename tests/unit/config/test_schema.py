@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`configs/schema.json` is current, and says of a config what the models say."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

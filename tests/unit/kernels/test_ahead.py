@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels compiled ahead: by other processes, once, and found by the first launch."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

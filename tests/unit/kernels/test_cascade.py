@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cascading KV cache: the definition against the paper's algorithms, kernels against float64."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of decode steps: their definition row by row, and the kernel against it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

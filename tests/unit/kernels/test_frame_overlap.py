@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention beside the launch that loads what it reads: it waits for that, and for nothing else."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from threading import Thread
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long loads take: what is counted, by which clock, and that it compiles for a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

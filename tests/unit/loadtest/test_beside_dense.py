@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense and sparse requests in turns, against servers that answer as fast as they are told."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

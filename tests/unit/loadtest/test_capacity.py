@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search for the highest rate that a server meets an objective at."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers of the comparison beyond GPU memory: as much memory each, and configs that resolve."""
 
-from __future__ import annotations
-
 import json
 
 import scripts  # noqa: F401  # makes the load tests importable

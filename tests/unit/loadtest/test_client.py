@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams are timed, counted and judged as the load tests need them."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

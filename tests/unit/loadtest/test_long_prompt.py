@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long prompts: what is timed, what is linear, and the script against a small HTTP server."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

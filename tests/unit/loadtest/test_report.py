@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a capacity search, and how it compares servers."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many requests were decoded at once, and fewer are sent until none is retracted."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers of load tests: ended with the script that started them, and not taken for each other."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

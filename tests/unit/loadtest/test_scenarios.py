@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users of a load test send, and when."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments, statistics and ports of the load-test scripts."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts on repetitive text: prompts, flags, slopes, and the table, against a small HTTP server."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

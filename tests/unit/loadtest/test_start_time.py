@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of starts are read off a server's log and the clock."""
 
-from __future__ import annotations
-
 import os
 from argparse import Namespace
 from collections.abc import Iterator

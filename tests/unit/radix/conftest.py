@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's process-wide configuration, published once for these tests."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version

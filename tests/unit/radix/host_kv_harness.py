@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests over KV in host memory and over resident KV, step by step, with the same keys."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, replace
 from random import Random
@@ -125,7 +123,8 @@ class Twins:
     ) -> None:  # fmt: skip
         """`prompts` of the hosted side may share a batch."""
         self.config, self.page, self.prompts = config, config.page_size, prompts
-        gc.collect()  # pools of earlier tests end now, and not while a graph is captured
+        if HAS_GPU:
+            gc.collect()  # pools of earlier tests end now, and not while a graph is captured
         self.numbers, self.rng = torch.Generator().manual_seed(seed), Random(seed)
         self.table = torch.zeros((SLOTS, CONTEXT), dtype=torch.int32, device=DEVICE)
         self.free_pages, self.free_slots = list(range(1, pages)), list(range(1, SLOTS))

@@ -6,8 +6,6 @@ Here a load is copied when it is waited for, layer by layer, and otherwise at th
 so that a missing wait shows in the planes.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

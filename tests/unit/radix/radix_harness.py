@@ -10,8 +10,6 @@ Beside K and V, a forward pass notes for each KV slot which sparse attention its
 and what the tokens before it had seen. That is what prefixes are checked against.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Callable

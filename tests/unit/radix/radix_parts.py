@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real pools, a real tree and a real model config of a tiny shape, as SGLang builds them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Iterator

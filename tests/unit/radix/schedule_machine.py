@@ -5,8 +5,6 @@ After every step the planes are compared with recomputation, and each prefix tha
 over with what the request could have computed itself.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import ClassVar
@@ -227,11 +225,13 @@ def run_until_seen(
 
     Now and then one case or another is missing by chance: each round draws twice as many.
     """
+    seen: Counter[str] = Counter()
     for doubled in range(rounds):
         run_schedules(machine, examples=examples << doubled)
-        if all(machine.seen[case] for case in cases):
+        seen += machine.seen
+        if all(seen[case] for case in cases):
             return
-    raise AssertionError(f"a case of {cases} never came up: {machine.seen}")
+    raise AssertionError(f"a case of {cases} never came up: {seen}")
 
 
 def run_schedules(machine: type[Schedules], *, examples: int, shrink: bool = True) -> None:

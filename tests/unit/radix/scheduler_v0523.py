@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the scheduler of SGLang 0.5.23 does to requests, tree and pools."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch, release_req

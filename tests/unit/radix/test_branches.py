@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which KV a request takes over: dense KV whoever computed it, sparse KV only of its own kind."""
 
-from __future__ import annotations
-
 import pytest
 from invariants import tree_nodes
 from radix_harness import MemorySide

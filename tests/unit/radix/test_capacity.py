@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many tokens SGLang's own sizing gives a server of an 8B model, in bf16 and in fp8 KV."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

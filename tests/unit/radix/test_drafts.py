@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft tokens that are rejected leave no trace in the planes, whatever is accepted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV in host memory beside resident KV: the same requests, the same bits, step by step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 from typing import ClassVar
@@ -51,12 +49,18 @@ class Schedules(RuleBasedStateMachine):
         tokens=st.tuples(*[st.integers(1, CONTEXT)] * 2),
         chunks=st.tuples(*[st.integers(1, 4)] * 2),
         which=st.tuples(*[st.integers(0, 9)] * 2),
+        same=st.booleans(),
     )
     def begin_two(
-        self, tokens: tuple[int, int], chunks: tuple[int, int], which: tuple[int, int]
+        self,
+        tokens: tuple[int, int],
+        chunks: tuple[int, int],
+        which: tuple[int, int],
+        same: bool,
     ) -> None:
         """Two requests in one batch, maybe behind the same prefix; one of them may go on alone."""
-        prefixes = map(self._prefix, which)
+        first, second = which
+        prefixes = map(self._prefix, (first, first if same else second))
         self._begin(*map(Prompt, tokens, chunks, prefixes))
 
     def _begin(self, *prompts: Prompt) -> None:
@@ -79,7 +83,7 @@ class Schedules(RuleBasedStateMachine):
         return None if long else prefix
 
     @precondition(lambda self: self.twins is not None and self.twins.running)
-    @rule(steps=st.integers(1, 20), padding=st.sampled_from((0, 0, 2)), graph=st.booleans())
+    @rule(steps=st.integers(1, 8), padding=st.sampled_from((0, 0, 2)), graph=st.booleans())
     def decode(self, steps: int, padding: int, graph: bool) -> None:
         """Some tokens of every request."""
         self._decode(steps, padding, graph=graph)
@@ -103,7 +107,7 @@ class Schedules(RuleBasedStateMachine):
         self.seen["aborted"] += not keep
 
     @precondition(lambda self: self.twins is not None and self.twins.running)
-    @rule(which=st.integers(0, 9), tokens=st.integers(1, 32), steps=st.integers(1, 20))
+    @rule(which=st.integers(0, 9), tokens=st.integers(1, 32), steps=st.integers(1, 8))
     def come_back(self, which: int, tokens: int, steps: int) -> None:
         """A request ends and at once goes on behind its own pages, as one that was retracted."""
         twins = self.twins
@@ -137,7 +141,7 @@ class Schedules(RuleBasedStateMachine):
             self.twins.check()
 
 
-# Two minutes alone; beside servers of other tests it has less than a core.
+# Half a minute alone; beside servers of other tests it has less than a core.
 @pytest.mark.timeout(900)
 def test_any_schedule_has_the_bits_of_resident_kv() -> None:
     cases = (

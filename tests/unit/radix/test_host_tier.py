@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV that goes to the host and comes back: its planes, its branch, nothing lost on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import hypothesis.strategies as st

@@ -2,8 +2,6 @@
 """The tree under EAGLE, whose keys are pairs of tokens: it shares what a tree of tokens shares, but
 for a page whose last token is followed by another one."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a `PlaneSpec` accepts, and that its byte counts are those of the tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

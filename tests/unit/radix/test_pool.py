@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pool with planes: allocation, accounting, updates, and what it refuses."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from types import SimpleNamespace

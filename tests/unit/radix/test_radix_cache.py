@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each tree operation on its own: planes stay right, reuse is counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from invariants import tree_nodes

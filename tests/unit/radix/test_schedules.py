@@ -2,8 +2,6 @@
 """Random schedules over the real memory side: after every step planes equal recomputation, and no
 request took over KV that saw sparse attention of another kind than its own."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 

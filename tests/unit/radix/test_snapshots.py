@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which prefixes there are snapshots of, against a list that remembers everything."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming heads that hold sinks and windows read what an oracle reads that keeps everything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +92,7 @@ HARD = (
 
 def test_streaming_heads_read_what_an_oracle_reads_that_keeps_everything(model_config):
     machine = type("Machine", (WindowSchedules,), {"model_config": model_config})
-    run_until_seen(machine, HARD, examples=120)
+    run_until_seen(machine, HARD, examples=50)
 
 
 def gives_back_sinks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ tokens up to it. A forward pass writes that into the slots of both pools, and th
 each of its queries would read there.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model card says what the study's files say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of cascading caches: its decoder against the model alone, and what it scores."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from itertools import pairwise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding a token at a time over a cascading cache: the paper's algorithm, and the study of it."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The corpus: packages made here are read, cleaned, deduplicated and split, always alike."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of fp8 KV rounds what a pool rounds, and compares arms prompt by prompt."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of streaming heads cuts the preset's heads and as many random ones."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

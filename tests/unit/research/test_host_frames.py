@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hit rates of frames: the pool against a plain one, counts against those made by hand."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of a share of the mass: what it concludes, and that it goes on where it ended."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

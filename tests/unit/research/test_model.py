@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shipped model: loads as it is, keeps its size limit, retrieves what a window loses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

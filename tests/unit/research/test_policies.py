@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's policies against the kernels' references, and what every policy must keep."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from error_budget import attention_difference

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a request finds in the lists of the one before it: counts against those made by hand."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of the shipped presets measures what they say, and tells it in one table."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SparCas' channels that are kept for many steps, layer by layer."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import sys

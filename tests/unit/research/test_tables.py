@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables by columns have the cells that they were made from."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Baselines and bits a byte on small texts, beside values computed another way."""
 
-from __future__ import annotations
-
 import gzip
 import math
 from collections import Counter, defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's sparse prefill and shared selections, beside the kernels' references."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference model's data, training step, checkpoint and export, at a tiny scale."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

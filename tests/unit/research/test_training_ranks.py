@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on several ranks: one model, rows of each rank's own, one clock."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

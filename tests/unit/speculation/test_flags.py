@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which speculation is refused, before and after SGLang resolves the flags."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU allocator hands out the pages that SGLang's own definition hands out."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 import torch

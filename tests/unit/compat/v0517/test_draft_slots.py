@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a worker of draft models takes its slots on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from sglang_sparse import compat

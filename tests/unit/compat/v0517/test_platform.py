@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What SGLang 0.5.17 asks an out-of-tree platform for."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizer processes get another application, and nothing else is served in its place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

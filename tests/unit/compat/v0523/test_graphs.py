@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense and sparse decode graphs as variants of SGLang 0.5.23's own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
