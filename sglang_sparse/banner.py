@@ -37,7 +37,7 @@ def _drafts(tokens: int) -> str:
     """What speculation does to selection; nothing without it."""
     if tokens == 1:
         return ""
-    return f"{tokens} tokens verified a step on the lists of the first, selected anew each step; "
+    return f"{tokens} tokens verified a step on lists that they select together; "
 
 
 def _layers(roles: dict[str, int]) -> str:

@@ -10,6 +10,7 @@ from sglang_sparse.choices.interfaces import PassShape
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.common import Impl
 from sglang_sparse_kernels.records import Always
+from sglang_sparse_kernels.step import selecting_queries
 from sglang_sparse_radix.pool import SparseMHATokenToKVPool
 
 # Scores of one pass over the rows. Longer batches take several passes over the same buffer, so
@@ -38,7 +39,9 @@ def limits_of(
     max_units = -(-units // SCORE_ALIGNMENT) * SCORE_ALIGNMENT
     capacity = config.capacity_units(max_context)
     lists = config.score.lists(heads.kv)
-    floats = lists + heads.kv * config.score.scratch(heads.query // heads.kv)
+    group = heads.query // heads.kv
+    selecting = group * len(selecting_queries(queries, group))
+    floats = lists + heads.kv * config.score.scratch(selecting)
     rows = _SCORE_BYTES // (floats * max_units * torch.float32.itemsize)
     if rows >= _ROWS_APART:
         # Where a pass starts, vectors of a plan stay aligned: kernels of the first one fit.

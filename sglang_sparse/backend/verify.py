@@ -3,8 +3,8 @@
 
 SGLang's ``TARGET_VERIFY`` runs the last accepted token of each request and the drafts behind it,
 a chain of equal length for all requests. ``ForwardBatch.seq_lens`` counts the tokens before them.
-The first of them selects, as it would in a decode step, and all of them attend to what it selected,
-to the tail, and causally to each other.
+They select together, as the query heads of one group do, and all of them attend to what they
+selected, to the tail, and causally to each other.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class ScoreChoice(Choice, ABC):
         return kv_heads
 
     def scratch(self, group: int) -> int:
-        """Return the fp32 numbers of scratch for each unit and KV head with `group` query heads."""
+        """Return fp32 numbers of scratch a unit and KV head, whose list `group` heads select."""
         return 0
 
     def planes(self) -> tuple[Plane, ...]:

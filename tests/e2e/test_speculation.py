@@ -158,7 +158,7 @@ def test_planes_are_exact_after_rejected_drafts(
     assert checked["pages"] >= before + 2 * len(body)
 
 
-def test_verified_drafts_attend_to_the_list_of_the_first_query(
+def test_verified_drafts_attend_to_one_list(
     server: Server, prompts: list[list[int]]
 ) -> None:
     live = server("page_minmax-chains")
@@ -169,15 +169,15 @@ def test_verified_drafts_attend_to_the_list_of_the_first_query(
         assert layer["kernel_error"] <= KERNEL_ERROR
         assert 0.5 < layer["mass"] < 1.0
     assert live.sparse_state()["step_tokens"] == DRAFTS
-    assert "4 tokens verified a step on the lists of the first" in live.log.read_text()
+    assert "4 tokens verified a step on lists that they select together" in live.log.read_text()
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_the_first_two_tokens_are_those_of_plain_sparse_decoding(
     server: Server, prompts: list[list[int]], name: str
 ) -> None:
-    # The prefill gives the first token; the second is the first query of a verification, which
-    # selects and attends as a decode step does.
+    # The prefill gives the first token; the second is the first query of a verification, whose list
+    # serves the drafts, too.
     plain = server(PLAIN[name])
     live, found = server(name), []
     for one in (plain, live):

@@ -80,4 +80,4 @@ def test_the_banner_warns_of_a_version_that_was_not_tested() -> None:
 def test_the_banner_says_what_verified_drafts_attend_to() -> None:
     assert "verified" not in banner.text(facts("reference", "kascade"))
     line = banner.text(facts("reference", "kascade", step_tokens=4))
-    assert "; 4 tokens verified a step on the lists of the first, selected anew each step; " in line
+    assert "; 4 tokens verified a step on lists that they select together; " in line

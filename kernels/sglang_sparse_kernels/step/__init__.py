@@ -20,7 +20,7 @@ from .stages import (
     Select,
     SketchScore,
 )
-from .types import Stage, StepContext, decode_step
+from .types import Stage, StepContext, decode_step, selecting_queries
 
 __all__ = [
     "Ahead",
@@ -41,4 +41,5 @@ __all__ = [
     "Stage",
     "StepContext",
     "decode_step",
+    "selecting_queries",
 ]

@@ -47,8 +47,8 @@ class PageScore:
         """Score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         page_minmax_score(
-            step.first_q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce, out=out,
-            impl=step.impl,
+            step.selecting_q, self.pages, step.plan, unit=step.lists.unit, reduce=self.reduce,
+            out=out, impl=step.impl,
         )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ class SketchScore:
         """Choose the channels that are due, and score the rows that select anew."""
         out = self.scores.rows(step.plan.num_rows)
         sketch_score(
-            step.first_q, self.channels, self.sketch, step.plan, reduce=self.reduce, out=out,
+            step.selecting_q, self.channels, self.sketch, step.plan, reduce=self.reduce, out=out,
             choose_channels=True, impl=step.impl,
         )  # fmt: skip
 
@@ -94,7 +94,7 @@ class ExactScore:
     def run(self, step: StepContext) -> None:
         """Score the rows that select anew."""
         exact_score(
-            step.first_q, step.kv, step.plan, softmax=step.softmax, pool=self.pool,
+            step.selecting_q, step.kv, step.plan, softmax=step.softmax, pool=self.pool,
             out=self.scores.rows(step.plan.num_rows), workspace=self.workspace, impl=step.impl,
         )  # fmt: skip
 

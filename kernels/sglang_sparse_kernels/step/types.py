@@ -11,6 +11,9 @@ from ..common import Impl
 from ..plan import DecodePlan
 from ..records import KVView, Lists, Softmax
 
+MOST_SELECTING = 16
+"""Query heads that select a list together."""
+
 
 @dataclass(frozen=True)
 class StepContext:
@@ -40,8 +43,31 @@ class StepContext:
 
     @property
     def first_q(self) -> torch.Tensor:
-        """[R, H * G, D], the first query of each row, which selects for the others too."""
+        """[R, H * G, D], the first query of each row."""
         return self.q[:: self.queries]
+
+    @property
+    def selecting_q(self) -> torch.Tensor:
+        """[R, H * n * G, D]: the query heads of n queries of each row, as one group a KV head.
+
+        They share a list, so they select it together. ``n`` is that of :func:`selecting_queries`.
+        """
+        if self.queries == 1:
+            return self.q
+        rows, heads = self.plan.num_rows, self.kv.num_heads
+        # [R, queries, H, G, D]
+        each = self.q.view(rows, self.queries, heads, -1, self.q.shape[-1])
+        chosen = selecting_queries(self.queries, each.shape[3])
+        return torch.stack([each[:, i] for i in chosen], 2).reshape(rows, -1, self.q.shape[-1])
+
+
+def selecting_queries(queries: int, group: int) -> list[int]:
+    """Which of a row's queries select, so that scores get at most :data:`MOST_SELECTING` heads.
+
+    All of them, or evenly spaced ones from the first on. ``group`` is G.
+    """
+    count = max(1, min(queries, MOST_SELECTING // group))
+    return [i * (queries - 1) // max(1, count - 1) for i in range(count)]
 
 
 class Stage(Protocol):

@@ -50,15 +50,17 @@ class ExactRun:
 
     def __init__(self, choice: Exact, build: Build) -> None:
         from sglang_sparse_kernels.exact import make_exact_workspace
+        from sglang_sparse_kernels.step import selecting_queries
 
         self._choice, self._build = choice, build
         limits = build.limits
+        selecting = selecting_queries(limits.queries, build.query_heads // build.pool.head_num)
         self._workspace = None
         if build.impl == "triton":
             self._workspace = build.scratch(
                 make_exact_workspace(
                     limits.rows_a_pass,
-                    build.query_heads,
+                    len(selecting) * build.query_heads,
                     build.pool.head_num,
                     limits.max_units,
                     build.device,

@@ -27,6 +27,7 @@ from sglang_sparse_kernels import (
     padded_blocks,
     update_planes,
 )
+from sglang_sparse_kernels.step import selecting_queries
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,52 @@ def test_each_implementation_decodes_as_the_references_do(unit: int, impl: str) 
     for name, plane in decoder.planes.tensors().items():
         same = torch_decoder.planes.tensors()[name]
         assert torch.equal(plane.view(torch.uint8), same.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("unit", [1, 16])
+def test_queries_of_a_row_select_as_one_group_does(unit: int, impl: str) -> None:
+    queries, group = 3, 4
+    batch = Batch(
+        [333, 190], unit=unit, group=group, page_size=32, capacity=48, budget=48, seed=7 + unit
+    )  # fmt: skip
+    planes = batch.make_planes("fp8" if unit == 1 else None, unit > 1)
+    rows, heads, dim = 2, batch.heads, batch.dim
+    q = torch.randn(rows * queries, heads * group, dim, device=DEVICE).to(batch.dtype)
+    together = torch.stack(
+        [q[r * queries + i, h * group + g]
+         for r in range(rows) for h in range(heads) for i in range(queries) for g in range(group)]
+    ).view(rows, -1, dim)  # fmt: skip
+
+    def lists(q: torch.Tensor, queries: int) -> torch.Tensor:
+        decoder = Decoder(batch, planes, impl)
+        batch.fill_plan(decoder.plan, batch.seq_lens, impl)
+        plan = decoder.plan
+        found = Lists(decoder.indices, decoder.counts, plan.request_slots, unit)
+        kv = replace(batch.kv, page_table=plan.page_table)
+        step = StepContext(q, kv, plan, found, batch.softmax(), q, impl, queries)
+        decode_step(decoder.stages(None)[:-1], step)
+        decoder.guarded.check()
+        return decoder.indices[plan.request_slots.long(), :, : int(plan.k_units.min())]
+
+    shared = lists(q, queries)
+    assert torch.equal(shared, lists(together, 1))
+    assert not torch.equal(shared, lists(q[::queries], 1))
+
+
+@pytest.mark.parametrize(
+    ("queries", "group", "chosen"),
+    [
+        (1, 4, [0]),
+        (4, 4, [0, 1, 2, 3]),
+        (5, 3, [0, 1, 2, 3, 4]),
+        (9, 4, [0, 2, 5, 8]),
+        (5, 8, [0, 4]),
+        (3, 16, [0]),
+    ],
+)
+def test_as_many_queries_select_as_scores_take(queries: int, group: int, chosen: list[int]) -> None:
+    assert selecting_queries(queries, group) == chosen
 
 
 @pytest.mark.parametrize("impl", FAST)
