@@ -158,9 +158,7 @@ def test_planes_are_exact_after_rejected_drafts(
     assert checked["pages"] >= before + 2 * len(body)
 
 
-def test_verified_drafts_attend_to_one_list(
-    server: Server, prompts: list[list[int]]
-) -> None:
+def test_verified_drafts_attend_to_one_list(server: Server, prompts: list[list[int]]) -> None:
     live = server("page_minmax-chains")
     ask(live, cut(prompts))
     layers = live.sparse_state()["fidelity"]
