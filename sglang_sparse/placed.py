@@ -116,10 +116,13 @@ def check_memory(args: Any, config: SparseConfig) -> None:
     device_bytes, host_bytes = config.placement.room
     most = free_beside(host_bytes)
     if args.device != "cpu":
-        import torch
+        from sglang.srt.utils.common import get_device_memory_capacity
 
-        total = torch.cuda.get_device_properties(args.base_gpu_id).total_memory
-        most = int(total * args.mem_fraction_static)
+        # SGLang asks the driver, so that this process does not begin to use a device.
+        mebibytes = get_device_memory_capacity(args.device)
+        if mebibytes is None:
+            return
+        most = int(mebibytes * 2**20 * args.mem_fraction_static)
     if device_bytes >= max(1, most):
         raise refuse_device(device_bytes, most, "there without a model")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.utils import common
 
 from sglang_sparse import compat, placed
 from sglang_sparse.config import ConfigError, Geometry, resolve_with_source
@@ -161,11 +162,11 @@ def test_memory_that_is_not_there_without_a_model_is_refused_before_one_is_loade
     monkeypatch: pytest.MonkeyPatch, device: str, room: tuple[Any, int], refused: str | None
 ) -> None:
     monkeypatch.setattr(placed, "free_host_bytes", lambda: 100)
-    cards = {1: SimpleNamespace(total_memory=1000)}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
+    cards = {"cuda": 1000 / 2**20}
+    monkeypatch.setattr(common, "get_device_memory_capacity", cards.__getitem__)
     placement = {"kind": "host", "device_bytes": room[0], "host_bytes": room[1]}
     config = resolve(placement=placement).config
-    args = Namespace(device=device, base_gpu_id=1, mem_fraction_static=0.5)
+    args = Namespace(device=device, mem_fraction_static=0.5)
     check_memory(Namespace(), resolve(placement={"kind": "device"}).config)
     with pytest.raises(ConfigError, match=rf"placement\.{refused}") if refused else nullcontext():
         check_memory(args, config)
