@@ -53,9 +53,9 @@ def defined(retention: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def long_prompts(suite: TaskSuite) -> list[list[int]]:
-    """Prompts of up to five times what is held."""
+    """Prompts of up to nine times what is held."""
     most = RETENTION.most_tokens
-    return passkeys(suite, most + 300, 3 * most + 17, 5 * most)
+    return passkeys(suite, most + 300, 3 * most + 17, 9 * most)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +71,8 @@ def test_a_window_above_the_context_gives_the_dense_answers(
     dense = greedy(server("dense"), ids)
     live = server("cascade-whole")
     assert live.sparse_state()["tokens_held"] > max(map(len, ids)) + TOKENS
-    assert greedy(live, ids[::4]) == dense[::4]
-    # All as one batch, which takes any slots and chunks that hold several requests.
+    assert greedy(live, ids) == dense
+    # The same as one batch, which takes any slots and chunks that hold several requests.
     assert token_ids(live.generate(ids, TOKENS, ignore_eos=True)) == dense
 
 
@@ -121,12 +121,11 @@ def test_decoding_closes_strides_as_prompts_do(server: Server, suite: TaskSuite)
     live = server("cascade")
     prompt = suite.samples("passkey", length=1500, count=1, seed=3)[0].prompt_ids
     stride = RETENTION.shape().stride
-    tokens = stride + 40  # a stride ends among the first, and others follow
-    said = greedy(live, [prompt], tokens)[0]
+    said = greedy(live, [prompt], 2 * stride)[0]
     decoder = CascadeDecoder(load(MODEL), RETENTION.shape(), RETENTION.average())
-    assert said == decoder.reply(prompt, tokens)
+    assert said == decoder.reply(prompt, 2 * stride)
     # What was decoded, sent as a prompt, leads to the same state.
-    again = greedy(live, [prompt + said[: stride + 9]], tokens - stride - 9)[0]
+    again = greedy(live, [prompt + said[: stride + 9]], stride - 9)[0]
     assert again == said[stride + 9 :]
 
 
@@ -152,7 +151,7 @@ def test_memory_is_that_of_slots_whatever_requests_take(
     model = json.loads((MODEL / "config.json").read_text())
     token = 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * model["head_dim"] * 4
     longest = max(map(len, long_prompts))
-    assert longest * token > state["slot_bytes"] * 4
+    assert longest * token > state["slot_bytes"] * 8
     each = f"{state['slot_bytes'] / 2**20:.1f} MiB each"
     assert f"{SLOTS} slots of requests and 0 of prefixes, {each}, " in live.log.read_text()
 
