@@ -115,7 +115,7 @@ def tally(rng: Rng, split: Split, length: int) -> Problem:
     winners: list[str] = []
     for number, topic in enumerate(topics):
         own = towns[3 * number : 3 * number + 3]
-        ballots = [own[1]] * int(_SECOND * count) + [own[2]] * int(_THIRD * count)
+        ballots = [own[1]] * round(_SECOND * count) + [own[2]] * round(_THIRD * count)
         ballots += [own[0]] * (count - len(ballots))
         for i, voter in zip(rng.permutation(count), voters, strict=True):
             town = ballots[int(i)]
