@@ -37,7 +37,7 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.04, 0.18, 0.08, 0.22, 0.18, 0.16, 0.14])
+_READING_WEIGHTS = np.array([0.03, 0.18, 0.06, 0.25, 0.18, 0.18, 0.12])
 _READING_SHARE = 0.85
 # Share of the reading tasks with words and sentences beyond those of the training split.
 _WIDE_SHARE = 0.8
