@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds per output token with and without drafts, on text that repeats itself.
 
-    python loadtest/speculation_latency.py --out loadtest/results/h200-speculation --accepted 3
+    python loadtest/speculation_latency.py --out loadtest/results/h100-speculation --accepted 3
 
 Servers of one model are started in turn: dense, sparse, and both with drafts. Each prompt is one
 passage over and over, so that n-grams find what followed. How many drafts are accepted follows

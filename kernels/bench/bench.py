@@ -4,7 +4,7 @@
 ``python kernels/bench/bench.py --out results.json [--quick]``
 
 One process, random data that rotates through more than the L2 cache holds, medians of graph
-replays. ``render.py`` writes the tables of docs/results.md and the plot from the report.
+replays. ``render.py`` writes the tables of docs/results.md from the report.
 """
 
 import argparse

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the kernel table of docs/results.md, and a plot beside the report, from `bench.py`'s JSON.
+"""Write a kernel table of docs/results.md from `bench.py`'s JSON, which may be compressed.
 
-``python kernels/bench/render.py kernels/bench/results/h200/bench.json docs/results.md``
-
-A report may be compressed (``bench.json.gz``).
+``python kernels/bench/render.py kernels/bench/results/h200/bench.json.gz docs/results.md kernels``
 
 The table goes between the markers ``<!-- kernels:begin -->`` and ``<!-- kernels:end -->``.
 """
@@ -16,7 +14,6 @@ from typing import Any
 
 from sglang_sparse.research.tables import from_columns
 
-BEGIN, END = "<!-- kernels:begin -->", "<!-- kernels:end -->"
 SHAPES = ((32_768, 1), (131_072, 1), (32_768, 16), (131_072, 16))
 
 
@@ -77,44 +74,16 @@ def launch_table(rows: dict[tuple[str, int, int], dict[str, Any]]) -> list[str]:
     return lines
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
-    """Bars of dense attention and every preset's step, for each shape."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = {(r["name"], r["context"], r["batch"]): r["us"] for r in report["rows"]}
-    steps = dict.fromkeys(
-        r["name"] for r in report["rows"] if r["name"].endswith((": step", "dense"))
-    )
-    shapes = measured(rows)
-    figure, axes = plt.subplots(figsize=(7, 3))
-    width = 0.8 / len(steps)
-    for i, name in enumerate(steps):
-        heights = [rows.get((name, *shape), 0.0) for shape in shapes]
-        places = [x + i * width for x in range(len(shapes))]
-        axes.bar(places, heights, width, label=name)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(shapes))])
-    axes.set_xticklabels([f"{c // 1024}K x {b}" for c, b in shapes])
-    axes.set_yscale("log")
-    axes.set_ylabel("attention of one layer, µs")
-    axes.legend(fontsize="x-small", ncols=2, loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
 def main() -> None:
-    """Replace what stands between the markers, and draw the plot."""
-    source, readme = Path(sys.argv[1]), Path(sys.argv[2])
+    """Replace what stands between the markers of a name."""
+    source, page, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    begin, end = (f"<!-- {name}:{side} -->" for side in ("begin", "end"))
     packed = source.read_bytes()
     content = gzip.decompress(packed) if source.suffix == ".gz" else packed
     report = from_columns(json.loads(content))
-    before, rest = readme.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    readme.write_text(f"{before}{BEGIN}\n{table(report)}\n{END}{after}")
-    plot(report, source.with_name(source.name.split(".")[0] + ".png"))
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{table(report)}\n{end}{after}")
 
 
 if __name__ == "__main__":

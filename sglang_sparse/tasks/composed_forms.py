@@ -74,6 +74,24 @@ _MATTERS = (
     "on the {d} about {s}",
     "as to where {s} should be",
 )
+_PICKS = (
+    "{p} chose {v}",
+    "{p} picked {v}",
+    "{p} wants {v}",
+    "{p} marked {v}",
+    "{p} noted {v}",
+    "{p} backed {v}",
+    "{p} took {v}",
+    "{p} said {v}",
+    "{p} sent in {v}",
+    "{p} settled on {v}",
+    "{p} held out for {v}",
+    "{p} brought up {v}",
+    "{p} handed in {v}",
+    "{p} crossed out all but {v}",
+)
+_LINKS = ("for {s}", "with {s}", "as to {s}", "over {s}", "about {s}")
+_LATER = ("", " in the end", " at once", " with a {d}", " and left", " after the {d}")
 # The matter before the opinion.
 _TOPICS = (
     "on {s}",
@@ -292,6 +310,7 @@ VISITS = tuple(f"{when}{deed} {spot}." for when, deed, spot in product(_WHEN, _D
 VISITS += tuple(f"{spot} {deed}." for deed, spot in product(_DEEDS, _SPOTS))[::5]
 VISIT_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_SEEN, _PLACES))
 VOTES = tuple(f"{opinion} {matter}." for opinion, matter in product(_OPINIONS, _MATTERS))
+VOTES += tuple(f"{p} {at}{end}." for p, at, end in product(_PICKS, _LINKS, _LATER))[::3]
 VOTES += tuple(f"{topic}, {opinion}." for topic, opinion in product(_TOPICS, _OPINIONS))
 VOTE_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_LEADERS, _TOWNS))
 STATEMENTS: dict[str, tuple[str, ...]] = {

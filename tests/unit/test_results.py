@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of docs/results.md are rendered from the committed JSON files."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -43,9 +42,14 @@ def test_capacity_tables_are_rendered_from_the_committed_results(
     assert {table.strip() for table in tables} <= {expected.strip()}
 
 
-def test_the_kernel_table_is_rendered_from_the_committed_results(tmp_path: Path) -> None:
-    report, bench = tmp_path / "bench.json.gz", ROOT / "kernels" / "bench"
-    plots = re.findall(r"kernels/bench/results/h200/(bench-\w+)\.png", PAGE.read_text())
-    (plot,) = set(plots)
-    shutil.copy(bench / "results" / "h200" / f"{plot}.json.gz", report)
-    assert rendered(tmp_path, bench / "render.py", report) == PAGE.read_text()
+@pytest.mark.parametrize(
+    ("report", "name"),
+    [("h200/bench-eb399a9.json.gz", "kernels"), ("h100/bench-c741855.json.gz", "kernels-h100")],
+)
+def test_kernel_tables_are_rendered_from_the_committed_results(
+    report: str, name: str, tmp_path: Path
+) -> None:
+    bench = ROOT / "kernels" / "bench"
+    assert f"kernels/bench/results/{report}" in PAGE.read_text()
+    source = bench / "results" / report
+    assert rendered(tmp_path, bench / "render.py", source, name) == PAGE.read_text()
