@@ -34,9 +34,10 @@ class Cloze:
         self.texts, self.fits = texts, fits
 
     def sentence(self, rng: np.random.Generator, *phrases: str) -> str:
-        """A sentence with all ``phrases``, in any order; the last one is the value.
+        """A sentence with all ``phrases``, in any order.
 
-        The value never stands before "of": in "the door of the cellar" it is the cellar.
+        The last one, a fact's value, never stands before "of": in "the door of the cellar" it is
+        the cellar.
 
         Raises:
             ValueError: of many pieces none is a sentence with room for them.
@@ -51,13 +52,11 @@ class Cloze:
                 continue
             if self.fits is not None and not self.fits(piece):
                 continue
-            places = sorted(rng.choice(free, size=len(phrases), replace=False).tolist())
-            order = rng.permutation(len(phrases)).tolist()
-            value = places[-1 - order.index(len(phrases) - 1)] if phrases else -1
-            if words[value + 1 : value + 2] == ["of"]:
+            places = rng.choice(free, size=len(phrases), replace=False).tolist()
+            if places and words[places[-1] + 1 : places[-1] + 2] == ["of"]:
                 continue
-            for place, number in zip(places[::-1], order, strict=True):
-                _put(words, place, phrases[number])
+            for place, phrase in sorted(zip(places, phrases, strict=True), reverse=True):
+                _put(words, place, phrase)
             text = " ".join(words).rstrip(",;:")
             return text[:1].upper() + text[1:] + ("" if text[-1] in _ENDS else ".")
         raise ValueError("the text has no sentences")

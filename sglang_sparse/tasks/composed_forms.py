@@ -310,7 +310,7 @@ VISITS = tuple(f"{when}{deed} {spot}." for when, deed, spot in product(_WHEN, _D
 VISITS += tuple(f"{spot} {deed}." for deed, spot in product(_DEEDS, _SPOTS))[::5]
 VISIT_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_SEEN, _PLACES))
 VOTES = tuple(f"{opinion} {matter}." for opinion, matter in product(_OPINIONS, _MATTERS))
-VOTES += tuple(f"{p} {at}{end}." for p, at, end in product(_PICKS, _LINKS, _LATER))[::3]
+VOTES += tuple(f"{p} {at}{end}." for p, at, end in product(_PICKS, _LINKS, _LATER))[::5]
 VOTES += tuple(f"{topic}, {opinion}." for topic, opinion in product(_TOPICS, _OPINIONS))
 VOTE_QUESTIONS = tuple(form.format(n=noun) for form, noun in product(_LEADERS, _TOWNS))
 STATEMENTS: dict[str, tuple[str, ...]] = {
@@ -318,7 +318,7 @@ STATEMENTS: dict[str, tuple[str, ...]] = {
     + _ended(*_HOMES),
     "mayor": tuple(f"{office} {realm}." for office, realm in product(_OFFICES, _REALMS))
     + _ended(*_CHOSEN),
-    "stands": tuple(f"{put} {spot}." for put, spot in product(_PUT, _SPOTS))[::2]
+    "stands": tuple(f"{put} {spot}." for put, spot in product(_PUT, _SPOTS))[::3]
     + _ended(*_HOLDERS),
     "owns": _ended(*_OWNERS),
     "works": _ended(*_TRADES),

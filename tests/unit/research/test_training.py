@@ -319,6 +319,10 @@ def test_a_cloze_holds_both_phrases_in_a_sentence_of_the_text() -> None:
     votes = {Cloze(texts).sentence(rng, "the kite", "Cecil Haas", "Velagate") for _ in range(300)}
     assert all(text.count(name) == 1 for text in votes for name in ("Cecil Haas", "Velagate"))
     assert all(text.lower().count("the kite") == 1 for text in votes)
+    of = Cloze(["The door of the house of a man"])
+    told = {of.sentence(rng, "Cecil Haas", "Velagate") for _ in range(200)}
+    assert not any("Velagate of" in text for text in told)
+    assert any("Haas of" in text for text in told)
     fitting = Cloze(texts, lambda text: "house" in text)
     assert all(re.search("old|sea", fitting.sentence(rng, "Cecil Haas")) for _ in range(50))
     with pytest.raises(ValueError, match="no sentences"):
