@@ -38,7 +38,7 @@ from objectives import (
     percentile_interval,
     verdict,
 )
-from rates import grid, search
+from rates import grid, search, try_rates
 from report import read_reports, write_report
 from scenarios import Conversations, Scenario, scenario_name
 
@@ -58,6 +58,7 @@ class Settings:
             then is reported.
         seed: seed of arrivals and questions.
         burst: requests sent at once before the first trial.
+        rates: trials at these rates, in this order, instead of a search.
     """
 
     seconds: float
@@ -67,6 +68,7 @@ class Settings:
     limit: float
     seed: int
     burst: int = 0
+    rates: tuple[float, ...] = ()
 
 
 def model_of(base_url: str) -> str:
@@ -247,9 +249,12 @@ def measure(
         return outcome
 
     write()
-    rates = grid(settings.least_rate, settings.most_rate)
     longest = settings.seconds + settings.drain
     left = settings.limit - (time.monotonic() - begin)
+    if settings.rates:
+        try_rates(run, settings.rates, seconds=left, longest=longest, trials=trials)
+        return
+    rates = grid(settings.least_rate, settings.most_rate)
     search(run, limits, rates, seconds=left, longest=longest, trials=trials)
 
 
@@ -325,6 +330,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drain", type=float, default=20.0, help="seconds for the last answers")
     parser.add_argument("--least-rate", type=float, default=0.25)
     parser.add_argument("--most-rate", type=float, default=256.0)
+    parser.add_argument("--rates", type=float, nargs="+", default=(),
+                        help="trials at these rates instead of a search")  # fmt: skip
     parser.add_argument(
         "--limit", type=float, default=1200.0, help="seconds a server, once it is up"
     )
@@ -346,7 +353,8 @@ def main() -> None:
     args = parse()
     args.out.mkdir(parents=True, exist_ok=True)
     names = ("seconds", "drain", "least_rate", "most_rate", "limit", "seed", "burst")
-    settings = Settings(**{name: getattr(args, name) for name in names})
+    values = {name: getattr(args, name) for name in names}
+    settings = Settings(**values, rates=tuple(args.rates))
     try:
         if args.combine:
             print(write_report(args.out, read_reports(args.combine)))

@@ -2,7 +2,7 @@
 """The grid of request rates, which is the same for every server, and the search in it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from objectives import passes
@@ -67,3 +67,26 @@ def search(
                 return trials
             trials.append(run(rates[(low + high) // 2]))
     return trials
+
+
+def try_rates(
+    run: Callable[[float], dict[str, Any]],
+    rates: Sequence[float],
+    *,
+    seconds: float,
+    longest: float,
+    trials: Trials,
+) -> None:
+    """Trials at given rates, in their order, but for those that an earlier search has.
+
+    Args:
+        run: function from a rate to the outcome of a trial.
+        rates: requests a second.
+        seconds: time for all trials.
+        longest: most seconds of a trial; no trial begins that might not fit in the time.
+        trials: trials of an earlier search.
+    """
+    begin, known = time.perf_counter(), {trial["rate"] for trial in trials}
+    for rate in rates:
+        if rate not in known and time.perf_counter() - begin + longest <= seconds:
+            run(rate)

@@ -17,6 +17,7 @@ stacks of all its threads are printed.
 import argparse
 import json
 import random
+import shlex
 import shutil
 import statistics
 import sys
@@ -270,7 +271,7 @@ def answers(args: argparse.Namespace, report: Report, logs: Path) -> bool:
     common = ["--max-total-tokens", "65536"]
     common += ["--max-running-requests", "8", "--mem-fraction-static", "0.5"]
     common += ["--cuda-graph-max-bs-decode", "2", "--attention-backend", "sparse"]
-    common += ["--dtype", args.dtype]
+    common += ["--dtype", args.dtype, *shlex.split(args.flags)]
     asking = prompts_of(args.prompts) if args.prompts else repeating(40, 3000, 2000)
     lines: dict[str, Line] = {}
     for number, method in enumerate(methods):
@@ -368,6 +369,10 @@ def main() -> int:
         "--dtype", default="auto",
         help="of the servers whose answers are compared; float32, on a CPU, hardly rounds",
     )  # fmt: skip
+    parser.add_argument(
+        "--flags", default="",
+        help="further flags of these servers, as text: fp8 KV, n-grams",
+    )  # fmt: skip
     parser.add_argument("--method", default="kascade_sketch", help="the method that is timed")
     parser.add_argument("--context", type=int, default=120_000)
     parser.add_argument("--batch", type=int, default=6)
@@ -380,7 +385,7 @@ def main() -> int:
     logs.mkdir(parents=True, exist_ok=True)
     report = Report(
         args.out, commit=args.commit, method=args.method, ranks=args.ranks, dtype=args.dtype,
-        device=gpu("name"),
+        flags=args.flags, device=gpu("name"),
     )  # fmt: skip
     done = []
     if "answers" in args.parts:

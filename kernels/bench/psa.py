@@ -7,7 +7,8 @@ Keys are heavy-tailed: 95 % of each query head's attention mass lies in a given 
 Every case is checked against the reference, and for equal results in repeated runs whatever is
 expected of a row, before it is timed. What is timed is two steps in turn, of queries that differ
 as those of successive tokens do, by more and by less: each step expects what the other one took,
-never its own. Then the same query again, so that every stop is where it was.
+never its own. Then the same query again, so that every stop is where it was. With ``--guesses``
+also a request's first step, by what is expected of it.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from cases import Shape
-from mass_cases import PSA, TURNS, MassCase, spread, timed
+from mass_cases import PSA, TURNS, MassCase, MassLayer, spread, timed
 from run import commit, dense_calls, rotation, versions
 from timing import copy_bandwidth, launches
 
@@ -27,6 +28,8 @@ from sglang_sparse_kernels.progressive import kernel as progressive_kernel
 
 PARTS = (0.02, 0.05, 0.10)
 LONG, SHORT = 0.10, 0.01
+# Microbatches that a request slot begins with (`sglang_sparse/choices/budget/mass.py`).
+EXPECTED_AT_FIRST = 8
 # Settings of the attention's module.
 SWEEP: tuple[dict[str, int], ...] = (
     {"CTAS_PER_SM": 2, "REGISTERS": 255},
@@ -45,6 +48,7 @@ def measure(
     turns: tuple[float, ...] = TURNS,
     variants: tuple[dict[str, int], ...] = (),
     microbatch: int = 128,
+    guesses: bool = False,
 ) -> dict[str, Any]:
     """Check and time one case."""
     torch.manual_seed(context + len(parts))
@@ -61,6 +65,8 @@ def measure(
     for found in row["turns"]:
         if dense:
             found["dense_over_step"] = row["flashinfer_dense_us"] / found["us"]["step"]
+    if guesses:
+        row["guesses"] = time_guesses(case, replays)
     print(json.dumps(row), flush=True)
     return row
 
@@ -102,6 +108,38 @@ def measure_turn(
     return found
 
 
+def time_guesses(case: MassCase, replays: int) -> dict[str, Any]:
+    """Microseconds of attention by what is expected of a row, and of putting that there.
+
+    "right" is what the step takes, "none" what a request slot begins with, and "another's" what
+    the next row takes; with one request, the next KV head.
+    """
+    case.turn_by(TURNS[-1])
+    right = []
+    for layer in case.layers:
+        case.attend(layer)
+        right.append(layer.expected.clone())
+    # The last row of lists is nobody's.
+    across = {"shifts": 1, "dims": 0 if case.shape.batch > 1 else 1}
+    guessed = {
+        "right": right,
+        "none": [torch.full_like(taken, EXPECTED_AT_FIRST) for taken in right],
+        "another's": [torch.cat([t[:1], t[1:].roll(**across)]) for t in right],
+    }
+    found: dict[str, Any] = {"taken_mean": float(torch.stack(right)[:, 1:].float().mean())}
+
+    def step(layer: MassLayer, guess: torch.Tensor) -> None:
+        layer.expected.copy_(guess)
+        case.attend(layer)
+
+    for name, guesses in guessed.items():
+        pairs = list(zip(case.layers, guesses, strict=True))
+        found[name] = timed([partial(step, *pair) for pair in pairs], replays)
+    copies = [partial(layer.expected.copy_, g) for layer, g in zip(case.layers, right, strict=True)]
+    found["copy"] = timed(copies, replays)
+    return found
+
+
 def sweep(case: MassCase, variant: dict[str, int], replays: int) -> dict[str, Any]:
     """Time the attention with other settings of its module."""
     settled = {name: getattr(progressive_kernel, name) for name in variant}
@@ -122,6 +160,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON report to write")
     parser.add_argument("--quick", action="store_true", help="two small cases")
     parser.add_argument("--sweep", action="store_true", help="launch heuristics as well")
+    parser.add_argument("--guesses", action="store_true", help="a request's first step as well")
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--commit", help="what is measured, where there is no git checkout")
     args = parser.parse_args()
@@ -149,7 +188,7 @@ def main() -> None:
             continue
         row = measure(
             context, parts, name, dense=not args.quick, replays=replays,
-            variants=SWEEP if args.sweep else (),
+            variants=SWEEP if args.sweep else (), guesses=args.guesses,
         )  # fmt: skip
         report["rows"].append(row)
         report["seconds"] = time.monotonic() - begin

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from random import Random
 
+from local import METHODS
 from served_checks import (
     EQUAL,
     PROMPTS,
@@ -27,7 +28,7 @@ from served_checks import (
 )
 
 CONFIGS: dict[str, dict[str, object]] = {
-    **{method: {} for method in ("page_minmax", "sparcas", "kascade_sketch")},
+    **{method: {} for method in METHODS},
     # Tiles that select, so that planes of what comes back matter to prompts.
     **{
         method + WITH_SPARSE_PROMPTS: {"prefill": prefill | {"fraction": 0.25, "floor": 256}}

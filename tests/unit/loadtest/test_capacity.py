@@ -60,6 +60,19 @@ def test_no_trial_begins_that_might_not_fit_in_the_time() -> None:
     assert [t["rate"] for t in went_on] == [t["rate"] for t in searched(20.0)]
 
 
+@pytest.mark.parametrize(("seconds", "tried"), [(1000, [24.0, 6.0]), (0, [])])
+def test_named_rates_are_tried_once_in_their_order(seconds: float, tried: list[float]) -> None:
+    found: list[float] = []
+
+    def run(rate: float) -> dict[str, float]:
+        found.append(rate)
+        return {"rate": rate}
+
+    known = [{"rate": 12.0}]
+    rates.try_rates(run, (24.0, 12.0, 6.0), seconds=seconds, longest=1, trials=known)
+    assert found == tried
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [
