@@ -216,14 +216,17 @@ def refusals() -> str:
 
 
 def capacity(folder: str) -> str:
-    """The table that `loadtest/report.py` wrote beside the committed reports of a folder."""
-    return (RESULTS / folder / "capacity.md").read_text(encoding="utf-8").rstrip()
+    """The table of the committed reports of a folder, as `loadtest/report.py` writes it."""
+    sys.path.insert(0, str(ROOT / "loadtest"))
+    from report import markdown, read_reports
+
+    return str(markdown(read_reports(sorted((RESULTS / folder).glob("*.json.gz")))))
 
 
 PARTS: dict[str, tuple[str, Callable[[], str]]] = {
     "headline": ("README.md", headline),
+    "shipped": ("docs/results.md", partial(decode_table, "h200-shipped")),
     "results": ("docs/results.md", partial(decode_table, "h200")),
-    "anchors": ("docs/results.md", partial(decode_table, "h200-anchors")),
     "first-token": ("docs/results.md", partial(decode_table, "h200-first-token")),
     "two-gpus": ("docs/results.md", partial(decode_table, "h200-two-gpus")),
     "capacity": ("docs/results.md", partial(capacity, "capacity-h200")),
