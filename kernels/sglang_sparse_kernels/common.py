@@ -92,6 +92,11 @@ def put(stored: torch.Tensor, at: Index, values: torch.Tensor) -> None:
     stored[at] = values
 
 
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on ``device``, which the host does not wait for."""
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
 def rankable(scores: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``scores`` in ``dtype`` as selection ranks them: NaN is -inf, +inf the largest finite."""
     largest = torch.finfo(dtype).max

@@ -16,6 +16,7 @@ from sglang_sparse.choices.build import Columns
 from sglang_sparse.config import SparseConfig
 from sglang_sparse.launch import launch_of
 from sglang_sparse.request_options import parse
+from sglang_sparse_kernels.common import sent
 from sglang_sparse_kernels.plan import DENSE_REQUEST, budget_row
 
 
@@ -66,16 +67,11 @@ class RequestTable:
             else:
                 self._dense_slots.discard(row)
         self.prefill_dense = [bool(dense) for _, _, dense in rows]
-        written = self._sent(torch.tensor(rows, dtype=torch.int32), slots)
+        written = sent(torch.tensor(rows, dtype=torch.int32), slots.device)
         self.budgets[slots] = written[:, :2]
         self._dense[slots] = written[:, 2].bool()
         for column, values in zip(self._asked.values(), zip(*asked, strict=True), strict=True):
-            column[slots] = self._sent(torch.tensor(values, dtype=torch.float32), slots)
-
-    @staticmethod
-    def _sent(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """``rows`` where ``slots`` are, without waiting."""
-        return (rows.pin_memory() if slots.is_cuda else rows).to(slots.device, non_blocking=True)
+            column[slots] = sent(torch.tensor(values, dtype=torch.float32), slots.device)
 
     def start_decoding(self, slots: torch.Tensor, lengths: torch.Tensor) -> None:
         """Set the clocks of requests whose prefill reaches ``lengths`` (int32 [rows])."""

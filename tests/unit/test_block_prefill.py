@@ -21,6 +21,8 @@ from sglang_sparse.backend.requests import RequestTable
 from sglang_sparse.choices.build import Columns
 from sglang_sparse.choices.prefill._tiles import TileBatch, TileRun
 from sglang_sparse.config import SparseConfig
+from sglang_sparse_kernels import planes
+from sglang_sparse_kernels.planes import update_planes
 from sglang_sparse_kernels.records import KVScales, Softmax
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import bind_pool_class
@@ -210,6 +212,36 @@ def test_a_prefix_on_its_way_from_the_host_gives_the_bits_of_one_that_is_there(k
     there = behind_a_prefix(kind, loaded=False)
     assert not there.isnan().any()
     assert torch.equal(behind_a_prefix(kind, loaded=True), there)
+
+
+def test_a_layer_sends_nothing_from_the_host_and_updates_planes_of_new_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU each layer would wait for such a copy, and look at all pages of the prefix."""
+    prompt, prefix = Prompt(), 256
+    pool, _, _, prefill = built(config_of(), "torch")
+    at = prompt.slots(torch.arange(LENGTH))
+    pool.k_buffer[0][at], pool.v_buffer[0][at] = prompt.k, prompt.v
+    starts, ends = (torch.tensor([n], dtype=torch.int32) for n in (0, prefix))
+    pool.update_planes(prompt.table, starts, ends, max_new_tokens=prefix)
+    batch = prefill.plan(prompt.table, [prefix], [LENGTH - prefix], [])
+    assert batch is not None
+    bounds: list[int] = []
+
+    def update(*args: Any, max_new_tokens: int, **kwargs: Any) -> None:
+        bounds.append(max_new_tokens)
+        update_planes(*args, max_new_tokens=max_new_tokens, **kwargs)
+
+    def run() -> torch.Tensor:
+        return prefill.run(batch, 0, prompt.q[prefix:], Softmax(DIM**-0.5), KVScales())
+
+    monkeypatch.setattr(planes, "update_planes", update)
+    first = run()
+    monkeypatch.setattr(torch, "tensor", None)  # calling it is an error
+    assert torch.equal(run(), first)
+    pool.layer_transfer_counter = object()  # the prefix is on its way: its planes are made, too
+    assert torch.equal(run(), first)
+    assert bounds == [LENGTH - prefix, LENGTH - prefix, LENGTH]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..common import sent
 from ..plan import DecodePlan
 from ..plan.types import PPM
 
@@ -101,7 +102,7 @@ def plan_tiles(
     # Triton compiles anew for vectors that do not start on 16 bytes: each starts on its own line.
     table = torch.zeros((6, -(-len(columns) // _ALIGNMENT) * _ALIGNMENT), dtype=torch.int32)
     table[:, : len(columns)] = torch.tensor(columns, dtype=torch.int32).view(-1, 6).T
-    table = table.to(page_table.device)[:, : len(columns)]
+    table = sent(table, page_table.device)[:, : len(columns)]
     requests, firsts, ends, tails, units, queries = table.unbind()
     number = torch.arange(table.shape[1], dtype=torch.int32, device=page_table.device)
     rows = DecodePlan(

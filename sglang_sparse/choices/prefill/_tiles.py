@@ -80,12 +80,14 @@ class Spans:
         prefix: int32 [R], tokens that are cached.
         end: int32 [R], tokens with those of this batch.
         longest: host upper bound of ``end``.
+        newest: host upper bound of ``end - prefix``.
     """
 
     page_table: torch.Tensor
     prefix: torch.Tensor
     end: torch.Tensor
     longest: int
+    newest: int
 
 
 @dataclass(frozen=True)
@@ -201,11 +203,13 @@ class TileRun:
         """
         import torch
 
+        from sglang_sparse_kernels.common import sent
         from sglang_sparse_kernels.records import make_scores
         from sglang_sparse_kernels.select import make_topk_workspace
         from sglang_sparse_kernels.tiles import plan_tiles
 
-        longest = max((p + n for p, n in zip(prefix_lens, extend_lens, strict=True)), default=0)
+        ends = [p + n for p, n in zip(prefix_lens, extend_lens, strict=True)]
+        longest = max(ends, default=0)
         if longest <= self.choice.min_tokens:
             return None
         plan = plan_tiles(
@@ -232,13 +236,10 @@ class TileRun:
             topk=make_topk_workspace(rows, self.lists, width, capacity, device),
             spans=Spans(
                 page_table,
-                prefix=torch.tensor(prefix_lens, dtype=torch.int32, device=device),
-                end=torch.tensor(
-                    [p + n for p, n in zip(prefix_lens, extend_lens, strict=True)],
-                    dtype=torch.int32,
-                    device=device,
-                ),
+                prefix=sent(torch.tensor(prefix_lens, dtype=torch.int32), device),
+                end=sent(torch.tensor(ends, dtype=torch.int32), device),
                 longest=longest,
+                newest=max(extend_lens),
             ),
         )
 

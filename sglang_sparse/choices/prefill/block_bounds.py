@@ -9,6 +9,7 @@ query of a tile is scored against the cuboid of each logical page, as LServe's d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -19,6 +20,8 @@ from sglang_sparse.choices.prefill._tiles import TiledPrefill, TileRun, TileStep
 from sglang_sparse.choices.score._pages import PageScoreChoice
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_sparse.choices.build import Build, LayerProgram
     from sglang_sparse.choices.interfaces import Point
 
@@ -66,6 +69,14 @@ class SelectBlocks:
     layer: int
     program: LayerProgram
 
+    @cached_property
+    def _key_pointer(self) -> torch.Tensor:
+        """Where the layer's keys lie, on the device. Made once: making it waits for the device."""
+        import torch
+
+        keys = self.program.k
+        return torch.tensor([keys.data_ptr()], dtype=torch.uint64).to(keys.device)
+
     def run(self, step: TileStep) -> None:
         """Write the lists of every tile."""
         import torch
@@ -110,15 +121,14 @@ class SelectBlocks:
         # A prefix that is being loaded from the host has no planes before the batch's end.
         loaded = pool.layer_transfer_counter is not None
         start = torch.zeros_like(spans.prefix) if loaded else spans.prefix
-        keys = self.program.k
         update_planes(
-            [keys],
-            torch.tensor([keys.data_ptr()], dtype=torch.uint64).to(keys.device),
+            [self.program.k],
+            self._key_pointer,
             PlaneBuffers(**own, logical_page=plane.logical_page),
             spans.page_table,
             start,
             spans.end,
             page_size=pool.page_size,
-            max_new_tokens=spans.longest,
+            max_new_tokens=spans.longest if loaded else spans.newest,
             impl=self.build.impl,
         )
