@@ -131,6 +131,18 @@ def test_the_page_says_what_prompts_of_4096_tokens_lose() -> None:
         assert f"| `{name}` | {wide} | {narrow} |" in page
 
 
+def test_the_page_says_what_more_prompts_of_words_lose() -> None:
+    configs = configs_dir().resolve()
+    raw = configs / "reference" / "fp8-report" / "fp8-words.json.gz"
+    found = json.loads(gzip.decompress(raw.read_bytes()))
+    page = (configs.parent / "docs" / "accuracy.md").read_text()
+    compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    for row in compared:
+        points, low, high = (said(row[key]) for key in ("points", "low", "high"))
+        assert f" {points} ({low} to {high})" in page, row
+    assert len(compared) == 1 + 3 * len(fp8_study.PRESETS)
+
+
 def test_the_command_goes_on_and_compares_every_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
