@@ -140,7 +140,8 @@ def test_the_page_says_what_more_prompts_of_words_lose() -> None:
     for row in compared:
         points, low, high = (said(row[key]) for key in ("points", "low", "high"))
         assert f" {points} ({low} to {high})" in page, row
-    assert len(compared) == 1 + 3 * len(fp8_study.PRESETS)
+    # Dense, three for each preset, and two other budgets.
+    assert len(compared) == 1 + 3 * len(fp8_study.PRESETS) + 2
 
 
 def test_the_command_goes_on_and_compares_every_arm(
