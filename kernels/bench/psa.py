@@ -119,7 +119,7 @@ def time_guesses(case: MassCase, replays: int) -> dict[str, Any]:
     for layer in case.layers:
         case.attend(layer)
         right.append(layer.expected.clone())
-    # The last row of lists is nobody's.
+    # The first row of lists is nobody's.
     across = {"shifts": 1, "dims": 0 if case.shape.batch > 1 else 1}
     guessed = {
         "right": right,

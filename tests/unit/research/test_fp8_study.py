@@ -5,6 +5,7 @@ import gzip
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,12 +93,17 @@ def test_answers_that_are_all_alike_leave_the_interval_of_their_number() -> None
     assert (found["points"], found["low"], found["high"]) == (0, -0.5, 0.5)
 
 
-def test_the_page_says_what_the_raw_file_holds() -> None:
+def page_and_rows(raw: str) -> tuple[str, list[dict[str, Any]]]:
+    """The page about accuracy, and the comparisons of a committed report."""
     configs = configs_dir().resolve()
-    raw = configs / "reference" / "fp8-report" / "fp8.json.gz"
-    found = json.loads(gzip.decompress(raw.read_bytes()))
+    content = (configs / "reference" / "fp8-report" / raw).read_bytes()
+    found = json.loads(gzip.decompress(content))
     page = (configs.parent / "docs" / "accuracy.md").read_text()
-    compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    return page, [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def test_the_page_says_what_the_raw_file_holds() -> None:
+    page, compared = page_and_rows("fp8.json.gz")
     left_out = ("sparcas fp8", "psa_sketch fp8", "kascade_sketch int4")  # beside dense
     pairs = [
         (row["arm"], row["than"])
@@ -112,11 +118,7 @@ def test_the_page_says_what_the_raw_file_holds() -> None:
 
 
 def test_the_page_says_what_prompts_of_4096_tokens_lose() -> None:
-    configs = configs_dir().resolve()
-    raw = configs / "reference" / "fp8-report" / "fp8-4096.json.gz"
-    found = json.loads(gzip.decompress(raw.read_bytes()))
-    page = (configs.parent / "docs" / "accuracy.md").read_text()
-    compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    page, compared = page_and_rows("fp8-4096.json.gz")
     lost = {
         (row["arm"], row["than"]): "{} ({} to {})".format(
             *(said(row[key]) for key in ("points", "low", "high"))
@@ -132,11 +134,7 @@ def test_the_page_says_what_prompts_of_4096_tokens_lose() -> None:
 
 
 def test_the_page_says_what_more_prompts_of_words_lose() -> None:
-    configs = configs_dir().resolve()
-    raw = configs / "reference" / "fp8-report" / "fp8-words.json.gz"
-    found = json.loads(gzip.decompress(raw.read_bytes()))
-    page = (configs.parent / "docs" / "accuracy.md").read_text()
-    compared = [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+    page, compared = page_and_rows("fp8-words.json.gz")
     for row in compared:
         points, low, high = (said(row[key]) for key in ("points", "low", "high"))
         assert f" {points} ({low} to {high})" in page, row
