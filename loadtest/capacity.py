@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from arrivals import poisson
-from client import Record, call, server_url, stream
+from client import Record, call, encoded, server_url, stream
 from compare_latency import METHODS, gpu, output_of, running_server, server_command
 from objectives import (
     OWN,
@@ -120,11 +120,11 @@ def trial(
     records: list[Record] = []
     threads: list[threading.Thread] = []
 
-    def send(body: dict[str, Any]) -> None:
+    def send(body: bytes) -> None:
         records.append(stream(base_url, scenario.api, body, name=scenario.name))
 
     times = list(poisson(rate, settings.seconds, settings.seed))
-    bodies = [next(source.requests([])) for _ in times]
+    bodies = [encoded(scenario.api, next(source.requests([]))) for _ in times]
     begin, wall = time.perf_counter(), time.time()
     for at, body in zip(times, bodies, strict=True):
         time.sleep(max(0.0, begin + at - time.perf_counter()))

@@ -106,10 +106,22 @@ def server_url(url: str) -> str:
     return url
 
 
+def encoded(api: str, body: dict[str, Any]) -> bytes:
+    """A streamed request as it is sent.
+
+    Long prompts take milliseconds, in which no other thread reads what came. So a load test does
+    it before it begins.
+    """
+    body = body | {"stream": True}
+    if api != "generate":
+        body["stream_options"] = {"include_usage": True}
+    return json.dumps(body).encode()
+
+
 def stream(
     base_url: str,
     api: str,
-    body: dict[str, Any],
+    body: dict[str, Any] | bytes,
     *,
     name: str,
     timeout: float = 600,
@@ -120,23 +132,19 @@ def stream(
     Args:
         base_url: such as `http://127.0.0.1:30000`.
         api: a key of `PATHS`.
-        body: the request, without the streaming keys.
+        body: the request without the streaming keys, or what :func:`encoded` made of it.
         name: name of the record.
         timeout: longest time without a byte, in seconds.
         stop_after: disconnect after so many chunks, as an impatient client does.
     """
-    body = body | {"stream": True}
-    if api != "generate":
-        body["stream_options"] = {"include_usage": True}
+    data = body if isinstance(body, bytes) else encoded(api, body)
     record = Record(name, started=time.time())
     begin = time.perf_counter()
     last: float | None = None
     connection = connect(base_url, timeout)
     chunks, final = 0, b""
     try:
-        connection.request(
-            "POST", PATHS[api], json.dumps(body), {"Content-Type": "application/json"}
-        )
+        connection.request("POST", PATHS[api], data, {"Content-Type": "application/json"})
         response = connection.getresponse()
         if response.status != 200:
             record.error = f"status {response.status}: {response.read(300).decode()}"

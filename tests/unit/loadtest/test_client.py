@@ -5,7 +5,7 @@ import http.server
 import json
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,8 +19,10 @@ class Script(http.server.BaseHTTPRequestHandler):
     lines: tuple[tuple[float, str], ...] = ()
     status = 200
 
+    bodies: ClassVar[list[dict[str, Any]]] = []
+
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self.send_response(self.status)
         self.end_headers()
         for pause, line in self.lines:
@@ -32,12 +34,17 @@ class Script(http.server.BaseHTTPRequestHandler):
         """Quiet."""
 
 
-def streamed(lines: list[tuple[float, str]], api: str, status: int = 200) -> client.Record:
+def streamed(
+    lines: list[tuple[float, str]],
+    api: str,
+    status: int = 200,
+    body: dict[str, Any] | bytes | None = None,
+) -> client.Record:
     handler = type("Handler", (Script,), {"lines": tuple(lines), "status": status})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        record = client.stream(url, api, {"model": "m"}, name="n", timeout=5)
+        record = client.stream(url, api, body or {"model": "m"}, name="n", timeout=5)
         server.shutdown()
     return record
 
@@ -80,6 +87,19 @@ def test_generate_streams_are_read_off_their_last_event() -> None:
     assert streamed([(0.0, event(1, "abort"))], "generate").error == "aborted"
     waiting = json.dumps({"text": "", "meta_info": {"finish_reason": {"type": "abort"}}})
     assert streamed([(0.0, waiting)], "generate").error == "aborted"
+
+
+@pytest.mark.parametrize("api", ["chat", "generate"])
+def test_a_request_may_be_encoded_before_it_is_sent(api: str) -> None:
+    body = {"model": "m"}
+    Script.bodies.clear()
+    for form in (body, client.encoded(api, body)):
+        streamed([(0, "[DONE]")], api, body=form)
+    asked = body | {"stream": True}
+    if api == "chat":
+        asked["stream_options"] = {"include_usage": True}
+    assert Script.bodies == [asked, asked]
+    assert body == {"model": "m"}
 
 
 def test_failures_are_recorded_and_not_raised() -> None:
