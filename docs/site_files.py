@@ -20,7 +20,8 @@ PAGES = (
     "configs/reference/*/*.md",
     "kernels/bench/notes/*.md",
 )
-_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+# A code span may go on in the next line of its paragraph.
+_CODE = re.compile(r"^```.*?^```|`(?:[^`\n]|\n(?!\n))*`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
