@@ -11,7 +11,7 @@ from cascading import small
 from documents import cut_documents
 from drafters import write_eagle, write_eagle3
 from drafting import drafting_servers
-from expected_mass import PAPER
+from expected_mass import CHOSEN_TOKENS, PAPER
 from host_tier import HOST_TIER_SERVERS, VERIFY
 from live_server import LAUNCH_SERVER, MODEL, SGLANG, LiveServer, server_environment
 from machine import HAS_GPU
@@ -32,7 +32,7 @@ EVERYTHING = {
 }
 # A request may ask for anything up to the whole context.
 CHOOSY = {
-    "budget": {"kind": "tokens", "tokens": 256, "max_tokens": 32768},
+    "budget": {"kind": "tokens", "tokens": CHOSEN_TOKENS, "max_tokens": 32768},
     "min_sparse_tokens": 64,
 }
 KEPT = {

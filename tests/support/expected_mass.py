@@ -27,9 +27,16 @@ PAPER = {
 }
 
 
+# Tokens of the lists of servers whose requests may ask for any number.
+CHOSEN_TOKENS = 256
+_CHOOSY = ("sparcas", "page_minmax")
+
+
 def served_policy(server: str) -> Policy:
-    """What a test's server attends to: its preset; ``psa`` as in the paper."""
+    """What a test's server attends to: its preset, but for the budget; ``psa`` as in the paper."""
     policy = policy_of(load_preset("reference", server.removesuffix("-shipped")))
+    if server in _CHOOSY:
+        return replace(policy, budget=CHOSEN_TOKENS + (1 if policy.unit == 1 else 0))
     if server == "psa":
         return replace(policy, page=32, budget=4096, epsilon=0.95, margin=None)
     return replace(policy, margin=raised(policy.margin))
