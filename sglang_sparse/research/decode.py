@@ -36,6 +36,8 @@ class Decoder:
         window: What cut heads see: its sinks and recent tokens.
         shares: A list to fill with the true share of the attention that each sparse step of a
             layer reached, ``[rows, kv_heads, group]``; None for not at all.
+        prompt_logits: ``[rows, vocabulary]``, of the prompts' last tokens.
+        logits: The same of the last step.
         plane_dtype: What the ends of pages are rounded to; at first that of the rows.
         masks: What each sparse layer attended to in the last step, bool ``[rows, kv_heads,
             tokens]``; None for not kept.
@@ -50,6 +52,7 @@ class Decoder:
     planes: list[Planes]
     sketch: list[Tensor]
     channels: dict[int, Tensor]
+    imposed: dict[int, Tensor] | None = None
 
     def __init__(
         self,
@@ -59,19 +62,22 @@ class Decoder:
         rows: int = 16,
         prefill: Attend | None = None,
         kv_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Prefill ``prompts`` (``rows`` at a time) and leave ``room`` for new tokens.
 
         The last prompt token is prefilled like the others, as a server does. Layers that
         ``prefill`` does not change are dense. All attention reads K and V as rows of ``kv_dtype``
-        hold them; by default they are those that the model computes.
+        hold them; by default they are those that the model computes. It computes in ``dtype``, by
+        default bf16 on a GPU and fp32 elsewhere.
         """
         self.model = model
         self.attend_prompt = prefill
         self.kv_dtype = self.plane_dtype = kv_dtype
         parameter = next(model.parameters())
         self.device = parameter.device
-        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        usual = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.dtype = dtype or usual
         c = model.config
         self.prompt_lengths = torch.tensor([len(p) for p in prompts], device=self.device)
         self.room = room
@@ -80,11 +86,12 @@ class Decoder:
         self.k = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.v = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self.tables = rope_tables(c, length, self.device)
-        firsts = []
+        logits = []
         with torch.no_grad():
             for start in range(0, len(prompts), rows):
-                firsts.append(self._prefill(prompts[start : start + rows], start))
-            self.first = torch.cat(firsts)
+                logits.append(self._prefill(prompts[start : start + rows], start))
+        self.prompt_logits = self.logits = torch.cat(logits)
+        self.first = self.logits.argmax(-1)
         self._prefix_planes: dict[tuple[str, int, torch.dtype | None], list[Planes]] = {}
         self._sketches: dict[Storage, list[Tensor]] = {}
 
@@ -102,7 +109,7 @@ class Decoder:
             self.k[layer, start:stop, :, :longest] = self._row(k.transpose(1, 2))
             self.v[layer, start:stop, :, :longest] = self._row(v.transpose(1, 2))
         rows = torch.arange(len(prompts), device=self.device)
-        return self.model.logits(hidden[rows, self.prompt_lengths[start:stop] - 1]).argmax(-1)
+        return self.model.logits(hidden[rows, self.prompt_lengths[start:stop] - 1])
 
     def _attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (self.attend_prompt or dense_attention)(layer, q, self._row(k), self._row(v))
@@ -156,21 +163,24 @@ class Decoder:
         return replies
 
     @torch.no_grad()
-    def replay(self, policy: Policy, given: Tensor) -> Iterator[dict[int, Tensor]]:
+    def replay(
+        self, policy: Policy, given: Tensor, masks: Sequence[dict[int, Tensor]] = ()
+    ) -> Iterator[dict[int, Tensor]]:
         """Decode ``given`` tokens, ``[rows, steps]``; yields the masks of each step, by layer.
 
-        A layer that attends to everything and selects for others alone is left out.
+        A layer that attends to everything and selects for others alone is left out. With ``masks``
+        of an earlier replay, layers attend to these, whatever they select.
         """
         lengths = self.prompt_lengths.clone()
         self._start(policy)
-        for tokens in given.to(self.device).T:
-            self.masks = {}
+        for step, tokens in enumerate(given.to(self.device).T):
+            self.masks, self.imposed = {}, masks[step] if masks else None
             self._step(tokens, lengths, policy, None, [])
             if policy.anchors:
                 self.masks.pop(0)
             yield self.masks
             lengths = lengths + 1
-        self.masks = None
+        self.masks = self.imposed = None
 
     def _start(self, policy: Policy) -> None:
         """Take what ``policy`` scores the prompts with, for each layer; it is made once."""
@@ -218,6 +228,8 @@ class Decoder:
             if self.watch is not None and sparse:
                 self.watch(index, q, cache, now)
             mask, chosen = layer_mask(policy, index, q, cache, now, chosen)
+            if self.imposed is not None:
+                mask = self.imposed.get(index, mask)
             if cut is not None:
                 mask = mask & (window[:, None] | ~cut[index][None, :, None])
             kept.append(mask.sum(-1).double().mean(1))
@@ -227,7 +239,8 @@ class Decoder:
                 self.masks[index] = mask
             x = layer.finish(x, attend(q, cache, mask))
         self.steps += 1
-        return model.logits(x).argmax(-1)
+        self.logits = model.logits(x)
+        return self.logits.argmax(-1)
 
     def _channels(
         self, policy: Policy, layer: int, q: Tensor, sketch: Tensor | None
