@@ -41,6 +41,8 @@ class Decoder:
         plane_dtype: What the ends of pages are rounded to; at first that of the rows.
         masks: What each sparse layer attended to in the last step, bool ``[rows, kv_heads,
             tokens]``; None for not kept.
+        imposed: What each sparse layer attends to in the next step, as ``masks``; None for what it
+            selects.
         watch: Called in each sparse layer before it selects, with its number, queries, cache and
             the rows' lengths; None for not at all.
     """

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from scripts import LOADTEST
 
+from sglang_sparse.research import rounding_study
+
 import capacity  # isort: skip
 import capacity_gpus  # isort: skip
 import crossover  # isort: skip
@@ -223,6 +225,11 @@ def compared(one: Any, several: Any, alike: Any, prompts: list[Any]) -> dict[str
     asked = tensor_parallel.ask_all([one, several, alike], prompts)
     wider = tensor_parallel.wider_gaps(one, asked, prompts, ())
     return tensor_parallel.compare(asked, prompts, wider)
+
+
+def test_the_study_of_rounding_has_the_prompts_of_the_ranks() -> None:
+    prompts = tensor_parallel.repeating(3, 500, 2048)
+    assert rounding_study.repeating(3, 500, 2048) == [prompt.ids for prompt in prompts]
 
 
 def test_ranks_whose_answers_end_early_are_not_equal() -> None:
