@@ -114,6 +114,8 @@ class SparseAttentionBackend(AttentionBackend):
         self._programs = compile_programs(
             config, build, score, budget, first_head=heads.first_kv, probe=self._probe
         )
+        ran = (self._programs.get(layer.layer_id) for layer in layers)
+        self._all_attend = all(program is not None and program.attends for program in ran)
         counts = compat.resolved(runner.server_args).enable_metrics
         self.counters = DecodeCounters.of(build, sum(config.heads.window)) if counts else None
         self.progress: LayerCounters | None = budget.counters
@@ -186,6 +188,8 @@ class SparseAttentionBackend(AttentionBackend):
         else:
             self._inner.variant = "dense"
             self.extend.plan_batch(forward_batch)
+            if self._all_attend and self.extend.batch is not None:
+                return  # no layer asks the inner backend
         self._inner.plan(forward_batch, graph=False)
 
     def init_forward_metadata_out_graph(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_sparse import compat
+from sglang_sparse.backend.host_lengths import HostLengths
 from sglang_sparse.backend.plan_copies import PlanCopies
 from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.backend.torch_native import TorchNativeBackend
@@ -65,7 +67,10 @@ class InnerBackends:
         self._build = partial(TorchNativeBackend if own else ATTENTION_BACKENDS[self.name], runner)
         dense: AttentionBackend = self._build()
         self._of: dict[Variant, AttentionBackend] = {"dense": dense, "sparse": dense}
-        self._copies = PlanCopies(torch.cuda.Event() if impl == "triton" else None)
+        on_gpu = impl == "triton"
+        self._copies = PlanCopies(torch.cuda.Event() if on_gpu else None)
+        # Prompts are planned on this one, whatever the step before was.
+        self._lengths = HostLengths(dense) if on_gpu and self.name == "flashinfer" else None
 
     @property
     def current(self) -> AttentionBackend:
@@ -84,7 +89,8 @@ class InnerBackends:
         if graph:
             self.current.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         else:
-            self.current.init_forward_metadata(forward_batch)
+            with nullcontext() if self._lengths is None else self._lengths.of(forward_batch):
+                self.current.init_forward_metadata(forward_batch)
         self._copies.sent()
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

@@ -39,7 +39,7 @@ def inner(log: Log, *, on_gpu: bool = True) -> InnerBackends:
     """Inner backends of which only planning is there."""
     made = InnerBackends.__new__(InnerBackends)
     copies = PlanCopies(log if on_gpu else None, lambda: log.captures)
-    vars(made).update(variant="sparse", _of={"sparse": log}, _copies=copies)
+    vars(made).update(variant="sparse", _of={"sparse": log}, _copies=copies, _lengths=None)
     return made
 
 

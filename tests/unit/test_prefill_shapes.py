@@ -12,20 +12,21 @@ from sglang_sparse.choices.build import Columns
 from sglang_sparse.choices.prefill._tiles import TileBatch, TileRun
 from sglang_sparse.config import SparseConfig
 from sglang_sparse_kernels.records import Softmax
+from sglang_sparse_kernels.tiles import TilePlan, plan_tiles
 from sglang_sparse_radix.planes_spec import PlaneSpec
 from sglang_sparse_radix.pool import bind_pool_class
 
 HEADS, GROUP, DIM, PAGE = 2, 4, 64, 64
 
 
-def prefill_of(fraction: float) -> TileRun:
+def prefill_of(fraction: float, **more: int) -> TileRun:
     """Sparse prefill of an anchor and of a layer that reuses; nothing of it is launched."""
     config = SparseConfig.model_validate(
         {
             "layers": {"kind": "anchors", "anchors": [0]},
             "score": {"kind": "exact"},
             "budget": {"kind": "fraction", "fraction": fraction, "floor": 128},
-            "prefill": {"kind": "tile_topk", "fraction": fraction, "min_tokens": 8192},
+            "prefill": {"kind": "tile_topk", "fraction": fraction, "min_tokens": 8192, **more},
         }
     )
     pool = bind_pool_class(PlaneSpec(), "torch")(
@@ -47,11 +48,12 @@ def shape_of(batch: TileBatch) -> tuple[int, ...]:
     return (batch.scores.values.shape[2], batch.indices.shape[2], *scratch)
 
 
+@pytest.mark.parametrize("least", [1, 500])
 @pytest.mark.parametrize(("max_pages", "fraction"), [(2049, 0.1), (700, 0.0300006), (130, 1.0)])
 def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
-    monkeypatch: pytest.MonkeyPatch, max_pages: int, fraction: float
+    monkeypatch: pytest.MonkeyPatch, max_pages: int, fraction: float, least: int
 ) -> None:
-    prefill, compiled = prefill_of(fraction), set()
+    prefill, compiled = prefill_of(fraction, min_new_tokens=least), set()
 
     softmax = Softmax(0.125, logit_cap=30.0)
 
@@ -72,7 +74,7 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
     for start in [8192, longest - PAGE, *(source.randrange(0, longest - PAGE) for _ in range(30))]:
         new = min(source.choice([1, 33, 512]), longest - start)
         batch = prefill.plan(table, [start], [new], [])
-        if start + new - 1 < 8192 + prefill.tile_tokens:
+        if start + new - 1 < 8192 + prefill.tile_tokens or new < least:
             continue
         assert batch is not None
         assert batch.plan.max_units <= batch.indices.shape[2]
@@ -82,3 +84,21 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
         rows = batch.plan.rows
         for vector in (rows.seq_lens, rows.tail_start, rows.k_units, rows.update_start):
             assert vector.data_ptr() % 16 == 0
+
+
+def test_a_chunk_of_few_new_tokens_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, asked = prefill_of(0.1, min_new_tokens=128), []
+
+    def plan(*args: object, dense: list[bool], **kw: object) -> TilePlan:
+        asked.append(dense)
+        return plan_tiles(*args, dense=dense, **kw)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("sglang_sparse_kernels.tiles.plan_tiles", plan)
+    table = torch.zeros((3, 2049), dtype=torch.int32)
+    long = [30_000] * 3
+    assert prefill.plan(table, long, [127, 64, 1], []) is None
+    assert not asked  # nothing is planned for it
+    assert prefill.plan(table, long, [128, 127, 500], []) is not None
+    assert prefill.plan(table, long, [128, 127, 500], [False, False, True]) is not None
+    assert prefill.plan(table, long, [128, 127, 500], [True, False, True]) is None
+    assert asked == [[False, True, False], [False, True, True], [True, True, True]]

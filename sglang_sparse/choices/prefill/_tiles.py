@@ -56,6 +56,12 @@ class TiledPrefill(PrefillChoice):
     min_tokens: int = Field(
         default=4096, ge=1, le=MAX_COUNT, description="Tiles that start before this are dense."
     )
+    min_new_tokens: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_COUNT,
+        description="Chunks of fewer new tokens are dense: they take less time than to select.",
+    )
 
     @property
     def sparse_from(self) -> int:
@@ -212,6 +218,10 @@ class TileRun:
         longest = max(ends, default=0)
         if longest <= self.choice.min_tokens:
             return None
+        if max(extend_lens) < self.choice.min_new_tokens:
+            return None
+        asked = dense or [False] * len(ends)
+        few = [n < self.choice.min_new_tokens for n in extend_lens]
         plan = plan_tiles(
             page_table,
             prefix_lens,
@@ -220,7 +230,7 @@ class TileRun:
             min_tokens=self.choice.min_tokens,
             floor=self.choice.floor,
             fraction=self.choice.fraction,
-            dense=dense,
+            dense=[a or b for a, b in zip(asked, few, strict=True)],
             unit=self.unit,
         )
         if plan.max_units == 0:
@@ -279,9 +289,10 @@ class TileRun:
         table = torch.zeros((1, max_pages), dtype=torch.int32, device=keys.device)
         # The last tiles of a context of each width. Every entry of its page table is page 0.
         longest, width = max_pages * self.page_size, _LEAST_WIDTH
+        least = -(-self.choice.min_new_tokens // self.tile_tokens)
         while width < 2 * longest:
             for tiles in _FEW_TILES, _MANY_TILES:
-                new = min(tiles * self.tile_tokens, longest)
+                new = min(max(tiles, least) * self.tile_tokens, longest)
                 shape = (new, self.query_heads, keys.shape[2])
                 q = torch.zeros(shape, dtype=dtype, device=keys.device)
                 batch = self.plan(table, [min(width, longest) - new], [new], [])
