@@ -17,6 +17,10 @@ Seams that every version shares (paths under ``sglang/srt``):
     The backend's factory, called with a ``ModelRunner``.
 ``layers/attention/base_attn_backend.py: AttentionBackend``
     The contract of the backend.
+``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.prefill_wrapper_ragged`` and
+``prefill_wrappers_paged``
+    ``FlashInferIndicesUpdaterPrefill.call_begin_forward`` plans a prompt on these, by offsets that
+    ``backend/host_lengths.py`` replaces.
 ``mem_cache/registry.py: register_radix_cache_backend``
     The tree that goes with the planes and keeps sparse KV away from dense requests. What it uses
     of SGLang's tree is listed in ``sglang_sparse_radix/radix_cache.py``.
