@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimiser step at a fixed shape, replayed as a CUDA graph where there is a GPU."""
+"""The gradients of one step at a fixed shape, replayed as a CUDA graph where there is a GPU."""
 
 from typing import Any
 
@@ -57,7 +57,6 @@ class Stepper:
     def __init__(
         self,
         model: ReferenceModel,
-        optimizer: torch.optim.Optimizer,
         gradients: Tensor,
         ranks: Ranks,
         batch: int,
@@ -71,8 +70,7 @@ class Stepper:
 
         ``gradients`` is of :func:`flat_gradients`; it holds their mean over ``ranks``.
         """
-        self.model, self.optimizer = model, optimizer
-        self.gradients, self.ranks = gradients, ranks
+        self.model, self.gradients, self.ranks = model, gradients, ranks
         self.batch, self.length, self.text_weight = batch, length, text_weight
         device = next(model.parameters()).device
         self.cuda = device.type == "cuda"
@@ -104,7 +102,7 @@ class Stepper:
         self.tasks[1 : 1 + len(tasks)].copy_(tasks, non_blocking=True)
 
     def step(self) -> None:
-        """One forward, backward and update on what was loaded."""
+        """Gradients of what was loaded, clipped."""
         if not self.cuda:
             self._compute()
             return
@@ -146,7 +144,6 @@ class Stepper:
         loss.backward()
         self.ranks.mean(self.gradients)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
-        self.optimizer.step()
         with torch.no_grad():
             ones = torch.ones_like(text_loss)
             self.stats += torch.stack((answer_loss, text_loss, ones, spread, read))

@@ -15,12 +15,14 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang_sparse.research import mix
 from sglang_sparse.research.curriculum import (
@@ -32,6 +34,7 @@ from sglang_sparse.research.curriculum import (
 )
 from sglang_sparse.research.export import export, load
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
+from sglang_sparse.research.optimizer import Optimizer
 from sglang_sparse.research.ranks import Ranks
 from sglang_sparse.research.step import Stepper, compile_pieces, flat_gradients
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
@@ -81,24 +84,13 @@ class Trainer:
         self.model = model.to(self.device)
         self.gradients = flat_gradients(self.model)
         self.state = State(args.seed, stage=args.first_stage)
-        cuda = self.device.type == "cuda"
-        decayed = [p for p in self.model.parameters() if p.dim() == 2]
-        others = [p for p in self.model.parameters() if p.dim() != 2]
-        rate: Any = torch.tensor(args.lr, device=self.device) if cuda else args.lr
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.02}, {"params": others, "weight_decay": 0.0}],
-            lr=rate,
-            betas=(0.9, 0.98),
-            eps=1e-8,
-            fused=cuda,
-            capturable=cuda,
-        )
+        self.optimizer = Optimizer(self.model)
         self.digit_of = torch.full((self.encoder.vocab_size,), -1, device=self.device)
         for digit in range(10):
             self.digit_of[self.encoder.token_id(str(digit))] = digit
         self.stages = curriculum(self.encoder.vocab_size, args.text_tokens)
         self.steppers: dict[tuple[str, int, int], Stepper] = {}
-        self.pool = torch.cuda.graph_pool_handle() if cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self.compiled = False
         self.started = self.last_save = self.now = self.ranks.now()
         self.base_seconds = 0.0
@@ -179,7 +171,7 @@ class Trainer:
         if key not in self.steppers:
             digit_of = self.digit_of if kind == "text" and self.args.spread > 0 else None
             self.steppers[key] = Stepper(
-                self.model, self.optimizer, self.gradients, self.ranks, batch, length,
+                self.model, self.gradients, self.ranks, batch, length,
                 self.args.text_weight, self.pool, digit_of, self.args.spread,
             )  # fmt: skip
         return self.steppers[key]
@@ -222,15 +214,10 @@ class Trainer:
         return stepper
 
     def update(self, stepper: Stepper) -> None:
-        """Set the learning rate and step."""
+        """One step at the learning rate of now."""
         self.now = self.ranks.now()
-        rate = self.rate()
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
         stepper.step()
+        self.optimizer.step(self.rate())
         self.state.step += 1
         self.state.stage_steps += 1
         self.state.tokens += stepper.batch * stepper.length * self.ranks.count
@@ -372,6 +359,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--symbol-share", type=float, default=0.02, help="symbol steps among text steps")
     p.add_argument("--log-every", type=int, default=50)
     p.add_argument("--compile", action="store_true", help="torch.compile the element-wise parts")
+    p.add_argument("--cudnn", action="store_true", help="attend by cuDNN, faster on some GPUs")
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--intermediate-size", type=int, default=336)
     for name in ("hidden_size", "heads", "kv_heads", "head_dim"):
@@ -382,7 +370,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Train."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    Trainer(parser().parse_args()).run()
+    args = parser().parse_args()
+    first = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    with sdpa_kernel(first, set_priority=True) if args.cudnn else nullcontext():
+        Trainer(args).run()
 
 
 if __name__ == "__main__":
