@@ -338,7 +338,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokenizer", type=Path, required=True, help="folder of research.tokenizer")
     p.add_argument("--corpus", type=Path, required=True, help="file of research.corpus.tokens")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--lr", type=float, default=5e-3)
     p.add_argument("--time-limit", type=float, default=1440.0, help="seconds of all processes")
     p.add_argument("--stop-after", type=float, default=1e9, help="seconds of this process")
     p.add_argument("--save-every", type=float, default=90.0, help="seconds between checkpoints")
