@@ -36,7 +36,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = {
         "DEVICE": "cpu", "CHECKED_TOKENS": 325,
         "CHECKED_PROMPT": {"min_tokens": 160, "fraction": 0.4},
-        "PROMPT": {"kind": "block_bounds", "floor": 128, "min_tokens": 160},
+        "PROMPT": {"kind": "block_bounds", "floor": 128, "min_tokens": 160, "min_new_tokens": 1},
     }  # fmt: skip
     bench = {
         "DECODE": ((200, 1), (331, 1)), "PREFILL": (225, 300), "CALLS": 2,
