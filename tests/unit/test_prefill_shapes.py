@@ -2,6 +2,7 @@
 """Sparse prefill: no prompt meets a shape that its kernels were not compiled for at start."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -89,9 +90,9 @@ def test_every_chunk_of_every_prompt_has_a_shape_that_was_compiled_at_start(
 def test_a_chunk_of_few_new_tokens_is_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, asked = prefill_of(0.1, min_new_tokens=128), []
 
-    def plan(*args: object, dense: list[bool], **kw: object) -> TilePlan:
+    def plan(*args: Any, dense: list[bool], **kw: Any) -> TilePlan:
         asked.append(dense)
-        return plan_tiles(*args, dense=dense, **kw)  # type: ignore[arg-type]
+        return plan_tiles(*args, dense=dense, **kw)
 
     monkeypatch.setattr("sglang_sparse_kernels.tiles.plan_tiles", plan)
     table = torch.zeros((3, 2049), dtype=torch.int32)
