@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has FlashInfer plan a prompt by the lengths that the host knows.
+"""Has FlashInfer plan a prompt by the lengths that the host knows, and a short one in one piece.
 
 SGLang gives FlashInfer's ``plan`` a prompt's offsets on the device
 (``layers/attention/flashinfer_backend.py: FlashInferIndicesUpdaterPrefill.call_begin_forward``),
 and ``plan`` copies them back (``flashinfer/prefill.py``, ``qo_indptr.to("cpu")``). That waits for
 the step that runs, so nothing of the prompt is launched beside it. Offsets on the host are copied
 to the device instead, for which nobody waits.
+
+SGLang attends to new and to cached tokens apart and merges both, unless
+``SGLANG_FLASHINFER_USE_PAGED`` is set (``FlashInferAttnBackend.use_paged``). A chunk of few tokens
+takes as long to launch as to run, layer by layer, while every other request waits for its next
+token. So such chunks attend to all their tokens at once: one kernel instead of four.
 """
 
 from __future__ import annotations
@@ -21,6 +26,10 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
+# New tokens of a batch that attends in one piece; more take longer to run than to launch.
+_MOST_TOGETHER = 512
+
+
 def offsets(lengths: Sequence[int]) -> torch.Tensor:
     """Where each row begins, and where the last ends: int32 [rows + 1], on the host."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
@@ -29,8 +38,17 @@ def offsets(lengths: Sequence[int]) -> torch.Tensor:
 class HostLengths:
     """Gives the prefill wrappers of a FlashInfer backend offsets on the host, batch by batch."""
 
-    def __init__(self, backend: Any) -> None:
-        """``backend`` is SGLang's; its wrappers keep their own ``begin_forward`` beside ours."""
+    def __init__(self, backend: Any, *, together: bool) -> None:
+        """Take the place of the wrappers' ``begin_forward``, which are kept beside ours.
+
+        Args:
+            backend: SGLang's.
+            together: whether short chunks attend in one piece. Where KV is fp8 they do not: SGLang
+                attends to new keys before they are rounded.
+        """
+        updater = backend.indices_updater_prefill
+        self._together = together and updater.data_type == updater.q_data_type
+        self._backend, self._use_paged = backend, backend.use_paged
         ragged, (paged,) = backend.prefill_wrapper_ragged, backend.prefill_wrappers_paged
         self._plan_ragged, self._plan_paged = ragged.begin_forward, paged.begin_forward
         ragged.begin_forward, paged.begin_forward = self._ragged, self._paged
@@ -44,9 +62,12 @@ class HostLengths:
         if forward_batch.forward_mode.is_extend_without_speculative():
             self._prefix = forward_batch.extend_prefix_lens_cpu
             self._new = forward_batch.extend_seq_lens_cpu
+            short = self._together and sum(self._new) <= _MOST_TOGETHER
+            self._backend.use_paged = self._use_paged or (short and any(self._prefix))
         try:
             yield
         finally:
+            self._backend.use_paged = self._use_paged
             self._prefix, self._new, self._apart = (), (), False
 
     def _ragged(self, rows: torch.Tensor, keys: torch.Tensor, *args: Any, **kw: Any) -> None:

@@ -16,6 +16,7 @@ from sglang_sparse.backend.host_lengths import HostLengths
 from sglang_sparse.backend.plan_copies import PlanCopies
 from sglang_sparse.backend.runner import launch_of_runner
 from sglang_sparse.backend.torch_native import TorchNativeBackend
+from sglang_sparse.backend.window_view import View
 from sglang_sparse.graph_variants import Variant
 from sglang_sparse.pools import implementation
 from sglang_sparse_kernels.common import Impl
@@ -70,7 +71,10 @@ class InnerBackends:
         on_gpu = impl == "triton"
         self._copies = PlanCopies(torch.cuda.Event() if on_gpu else None)
         # Prompts are planned on this one, whatever the step before was.
-        self._lengths = HostLengths(dense) if on_gpu and self.name == "flashinfer" else None
+        # A view's table may lead to cached tokens alone.
+        together = not isinstance(runner, View)
+        flashinfer = on_gpu and self.name == "flashinfer"
+        self._lengths = HostLengths(dense, together=together) if flashinfer else None
 
     @property
     def current(self) -> AttentionBackend:

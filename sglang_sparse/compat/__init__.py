@@ -20,7 +20,8 @@ Seams that every version shares (paths under ``sglang/srt``):
 ``layers/attention/flashinfer_backend.py: FlashInferAttnBackend.prefill_wrapper_ragged`` and
 ``prefill_wrappers_paged``
     ``FlashInferIndicesUpdaterPrefill.call_begin_forward`` plans a prompt on these, by offsets that
-    ``backend/host_lengths.py`` replaces.
+    ``backend/host_lengths.py`` replaces. ``use_paged`` of the same class has a prompt attend to new
+    and cached tokens in one kernel; short chunks set it while they are planned.
 ``mem_cache/registry.py: register_radix_cache_backend``
     The tree that goes with the planes and keeps sparse KV away from dense requests. What it uses
     of SGLang's tree is listed in ``sglang_sparse_radix/radix_cache.py``.

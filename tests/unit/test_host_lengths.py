@@ -25,7 +25,16 @@ class Wrapper:
 
 @pytest.fixture
 def backend() -> Any:
-    return SimpleNamespace(prefill_wrapper_ragged=Wrapper(), prefill_wrappers_paged=[Wrapper()])
+    return flashinfer()
+
+
+def flashinfer(kv: torch.dtype = torch.bfloat16, use_paged: bool = False) -> Any:
+    return SimpleNamespace(
+        prefill_wrapper_ragged=Wrapper(),
+        prefill_wrappers_paged=[Wrapper()],
+        indices_updater_prefill=SimpleNamespace(data_type=kv, q_data_type=torch.bfloat16),
+        use_paged=use_paged,
+    )
 
 
 def batch(mode: ForwardMode, prefix: list[int], new: list[int]) -> Any:
@@ -42,7 +51,7 @@ def values(tensor: torch.Tensor) -> list[int]:
 
 def test_cached_and_new_tokens_are_planned_apart(backend: Any) -> None:
     ragged, (paged,) = backend.prefill_wrapper_ragged, backend.prefill_wrappers_paged
-    lengths = HostLengths(backend)
+    lengths = HostLengths(backend, together=False)
     with lengths.of(batch(ForwardMode.EXTEND, [100, 0, 7], [3, 5, 11])):
         ragged.begin_forward(META, META, 8, head_dim=64)
         paged.begin_forward(META, META, "indices", META, 8, custom_mask=None)
@@ -57,7 +66,7 @@ def test_cached_and_new_tokens_are_planned_apart(backend: Any) -> None:
 
 def test_all_tokens_are_planned_together_where_nothing_was_apart(backend: Any) -> None:
     (paged,) = backend.prefill_wrappers_paged
-    lengths = HostLengths(backend)
+    lengths = HostLengths(backend, together=False)
     apart = batch(ForwardMode.EXTEND, [1, 2, 3], [4, 5, 6])
     with lengths.of(apart):
         backend.prefill_wrapper_ragged.begin_forward(META, META)
@@ -69,7 +78,7 @@ def test_all_tokens_are_planned_together_where_nothing_was_apart(backend: Any) -
 
 def test_what_is_no_prompt_is_planned_as_sglang_does_it(backend: Any) -> None:
     (paged,) = backend.prefill_wrappers_paged
-    lengths = HostLengths(backend)
+    lengths = HostLengths(backend, together=False)
     with lengths.of(batch(ForwardMode.TARGET_VERIFY, [9, 9, 9], [1, 1, 1])):
         paged.begin_forward(META, META, None, META)
     with (
@@ -82,12 +91,52 @@ def test_what_is_no_prompt_is_planned_as_sglang_does_it(backend: Any) -> None:
 
 
 def test_another_number_of_rows_is_refused(backend: Any) -> None:
-    lengths = HostLengths(backend)
+    lengths = HostLengths(backend, together=False)
     with (
         pytest.raises(RuntimeError, match="plans 3 rows of a prompt, the host knows 2"),
         lengths.of(batch(ForwardMode.EXTEND, [1, 2], [3, 4])),
     ):
         backend.prefill_wrapper_ragged.begin_forward(META, META)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "new", "together"),
+    [
+        ([100, 0], [300, 212], True),
+        ([100, 0], [300, 213], False),  # longer than it takes to launch
+        ([0, 0], [3, 5], False),  # nothing is cached: one kernel anyway
+    ],
+)
+def test_short_chunks_behind_a_prefix_attend_in_one_piece(
+    prefix: list[int], new: list[int], together: bool
+) -> None:
+    backend = flashinfer()
+    lengths = HostLengths(backend, together=True)
+    with lengths.of(batch(ForwardMode.EXTEND, prefix, new)):
+        assert backend.use_paged is together
+    assert backend.use_paged is False
+    with lengths.of(batch(ForwardMode.TARGET_VERIFY, [9], [1])):
+        assert backend.use_paged is False
+    with pytest.raises(ValueError), lengths.of(batch(ForwardMode.EXTEND, [9], [1])):  # noqa: PT011
+        raise ValueError
+    assert backend.use_paged is False
+
+
+@pytest.mark.parametrize(
+    ("backend", "together", "paged"),
+    [
+        (flashinfer(), False, False),
+        (flashinfer(kv=torch.float8_e4m3fn), True, False),
+        (flashinfer(kv=torch.float8_e4m3fn, use_paged=True), False, True),
+        (flashinfer(use_paged=True), True, True),
+    ],
+)
+def test_chunks_attend_as_sglang_has_it_elsewhere(
+    backend: Any, together: bool, paged: bool
+) -> None:
+    with HostLengths(backend, together=together).of(batch(ForwardMode.EXTEND, [9], [1])):
+        assert backend.use_paged is paged
+    assert backend.use_paged is paged
 
 
 def test_offsets_of_nothing() -> None:
