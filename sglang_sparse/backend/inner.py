@@ -71,7 +71,7 @@ class InnerBackends:
         on_gpu = impl == "triton"
         self._copies = PlanCopies(torch.cuda.Event() if on_gpu else None)
         # Prompts are planned on this one, whatever the step before was.
-        # A view's table may lead to cached tokens alone.
+        # Chunks over a view (host memory, windows) were not checked in one piece.
         together = not isinstance(runner, View)
         flashinfer = on_gpu and self.name == "flashinfer"
         self._lengths = HostLengths(dense, together=together) if flashinfer else None

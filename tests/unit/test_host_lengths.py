@@ -117,8 +117,11 @@ def test_short_chunks_behind_a_prefix_attend_in_one_piece(
     assert backend.use_paged is False
     with lengths.of(batch(ForwardMode.TARGET_VERIFY, [9], [1])):
         assert backend.use_paged is False
-    with pytest.raises(ValueError), lengths.of(batch(ForwardMode.EXTEND, [9], [1])):  # noqa: PT011
-        raise ValueError
+    with (
+        pytest.raises(ValueError, match="not planned"),
+        lengths.of(batch(ForwardMode.EXTEND, [9], [1])),
+    ):
+        raise ValueError("not planned")
     assert backend.use_paged is False
 
 
