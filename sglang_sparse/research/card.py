@@ -9,16 +9,17 @@ import argparse
 import gzip
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_sparse.research.tables import Cell, cells_of
-from sglang_sparse.tasks import NEEDLE_TASKS, RULER_TASKS
+from sglang_sparse.tasks import READING_TASKS, RULER_TASKS, TASKS
 
-Key = tuple[str, int, int, str]
-RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking")
-BUDGETS = (64, 128, 256, 512, 1024)
+Key = tuple[str, int]
+DENSE: Key = ("dense", 0)
+WINDOW: Key = ("window", 0)
+SELECTORS = ("oracle", "sparcas", "page_minmax")
 
 
 class Results:
@@ -41,12 +42,14 @@ class Results:
         """Lengths measured, in order."""
         return sorted({length for _, _, length in self.cells})
 
+    def budgets(self, length: int) -> list[int]:
+        """Budgets measured at a length, in order."""
+        return sorted({key[1] for key, _, n in self.cells if n == length and key[1]})
+
 
 def policy_key(policy: dict[str, Any]) -> Key:
-    """The properties that tell two policies apart."""
-    if policy["kind"] in ("dense", "window"):
-        return policy["kind"], 0, 0, "max"
-    return policy["kind"], policy["budget"], policy["dense_layers"], policy["reduce"]
+    """What tells two policies of the tables apart: its kind and its budget."""
+    return policy["kind"], 0 if policy["kind"] in ("dense", "window") else policy["budget"]
 
 
 def percent(cell: Cell | None) -> str:
@@ -67,49 +70,40 @@ def dense_table(results: Results) -> str:
     """Dense and window, every task and length."""
     head = ["task", *(f"dense {n // 1024}K" for n in results.lengths), "window 4K"]
     rows = []
-    for task in RULER_TASKS:
-        cells = [results.get(("dense", 0, 0, "max"), task, n) for n in results.lengths]
-        window = results.get(("window", 0, 0, "max"), task, 4096)
-        rows.append([task, *map(percent, cells), percent(window)])
+    for task in TASKS:
+        cells = [results.get(DENSE, task, n) for n in results.lengths]
+        rows.append([task, *map(percent, cells), percent(results.get(WINDOW, task, 4096))])
     return markdown(head, rows)
 
 
-def budget_table(results: Results, length: int) -> str:
+def budget_table(results: Results, length: int, tasks: Sequence[str]) -> str:
     """Every selector at every budget, at one length; a line that says so if none was measured."""
-    head = ["policy", "tokens", *RETRIEVAL]
     rows = []
-    keys: list[Key] = [("dense", 0, 0, "max"), ("window", 0, 0, "max")]
-    keys += [(k, b, 0, "max") for k in ("oracle", "sparcas", "page_minmax") for b in BUDGETS]
+    budgets = results.budgets(length)
+    keys = [DENSE, WINDOW, *((kind, budget) for kind in SELECTORS for budget in budgets)]
     for key in keys:
-        cells = [results.get(key, task, length) for task in RETRIEVAL]
+        cells = [results.get(key, task, length) for task in tasks]
         if any(cells):
-            tokens = {"dense": "all", "window": "4 + 256"}.get(key[0], str(key[1]))
-            rows.append([key[0], tokens, *map(percent, cells)])
-    return markdown(head, rows) if rows else "Not measured yet."
+            rows.append([key[0], _tokens(key, length), *map(percent, cells)])
+    return markdown(["policy", "tokens", *tasks], rows) if rows else "Not measured yet."
 
 
-def variant_table(results: Results) -> str:
-    """``sparcas`` by reduction and dense layers, ``page_minmax`` by reduction, at 4K."""
-    head = ["policy", "group", "dense layers", "tokens", *RETRIEVAL]
-    rows = []
-    for kind, layers in (("sparcas", (0, 1, 2)), ("page_minmax", (0,))):
-        for budget in (64, 128, 256):
-            for reduce in ("max", "sum"):
-                for first in layers:
-                    key = (kind, budget, first, reduce)
-                    cells = [results.get(key, task, 4096) for task in RETRIEVAL]
-                    shown = ["-" if c is None else f"{100 * c['exact']:.1f}" for c in cells]
-                    rows.append([kind, reduce, str(first), str(budget), *shown])
-    return markdown(head, rows)
+def _tokens(key: Key, length: int) -> str:
+    """What a policy keeps: a share where the budget is a fifth of the context."""
+    if key in (DENSE, WINDOW):
+        return {DENSE: "all", WINDOW: "4 + 256"}[key]
+    return "20 %" if key[1] == round(length / 5) else str(key[1])
 
 
 def tables(results: Results) -> dict[str, str]:
     """Every table of the card, by the name of its marker."""
     return {
         "dense": dense_table(results),
-        "budgets 4K": budget_table(results, 4096),
-        "budgets 8K": budget_table(results, 8192),
-        "variants": variant_table(results),
+        **{
+            f"{name} {n // 1024}K": budget_table(results, n, tasks)
+            for name, tasks in (("budgets", (*RULER_TASKS,)), ("reading", (*READING_TASKS,)))
+            for n in (4096, 8192, 16384)
+        },
         "ablation": ablation_table(results),
     }
 
@@ -163,32 +157,35 @@ def draw_ablation(results: Results, path: Path) -> None:
 
 
 def draw_budgets(results: Results, path: Path) -> None:
-    """Mean accuracy of the needle tasks over the budget, one panel a length."""
+    """Mean accuracy over the budget at 4K and 8K: older tasks above, reading tasks below."""
     from matplotlib.figure import Figure
 
-    lengths = [n for n in results.lengths if results.get(("oracle", 256, 0, "max"), "multi_key", n)]
-    figure = Figure(figsize=(4.2 * len(lengths), 3.2), dpi=90, layout="constrained")
-    panels = figure.subplots(1, len(lengths), squeeze=False)[0]
-    for axes, length in zip(panels, lengths, strict=True):
-        for kind, style in (("oracle", "k:"), ("sparcas", "C0o-"), ("page_minmax", "C1s-")):
-            points = []
-            for budget in BUDGETS:
-                cells = [results.get((kind, budget, 0, "max"), t, length) for t in NEEDLE_TASKS]
-                found = [100 * c["exact"] for c in cells if c]
-                if found:
-                    points.append((budget, sum(found) / len(found)))
-            axes.plot(*zip(*points, strict=True), style, label=kind)
-        window = [results.get(("window", 0, 0, "max"), t, length) for t in NEEDLE_TASKS]
-        level = [100 * c["exact"] for c in window if c]
-        axes.axhline(sum(level) / len(level), color="C3", ls="--", label="window 4 + 256")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(BUDGETS, [str(b) for b in BUDGETS])
-        axes.set_ylim(-3, 103)
-        axes.set_title(f"Needle tasks at {length // 1024}K", fontsize=10)
-        axes.set_xlabel("tokens kept for each KV head")
-    panels[0].set_ylabel("exact, %")
-    panels[0].legend(fontsize=8)
+    lengths = [n for n in results.lengths if n <= 8192]
+    figure = Figure(figsize=(4.2 * len(lengths), 5.6), dpi=80, layout="constrained")
+    grid = figure.subplots(2, len(lengths), squeeze=False)
+    for panels, (name, tasks) in zip(
+        grid, (("RULER's", RULER_TASKS), ("Reading", READING_TASKS)), strict=True
+    ):
+        for axes, length in zip(panels, lengths, strict=True):
+            budgets = results.budgets(length)
+            for kind, style in zip(SELECTORS, ("k:", "C0o-", "C1s-"), strict=True):
+                points = [(b, _mean(results, (kind, b), tasks, length)) for b in budgets]
+                axes.plot(*zip(*points, strict=True), style, label=kind)
+            axes.axhline(_mean(results, DENSE, tasks, length), color="k", lw=0.8, label="dense")
+            axes.axhline(_mean(results, WINDOW, tasks, length), color="C3", ls="--", label="window")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(budgets, [str(b) for b in budgets])
+            axes.set_ylim(-3, 103)
+            axes.set_title(f"{name} tasks at {length // 1024}K", fontsize=10)
+            axes.set_xlabel("tokens kept for each KV head")
+        panels[0].set_ylabel("exact, %")
+    grid[0][0].legend(fontsize=8)
     figure.savefig(path)
+
+
+def _mean(results: Results, key: Key, tasks: Iterable[str], length: int) -> float:
+    cells = [results.get(key, task, length) for task in tasks]
+    return 100 * sum(c["exact"] for c in cells if c) / sum(c is not None for c in cells)
 
 
 def fill(card: str, named: dict[str, str]) -> str:

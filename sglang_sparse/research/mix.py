@@ -37,12 +37,12 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.03, 0.18, 0.06, 0.25, 0.18, 0.18, 0.12])
+_READING_WEIGHTS = np.array([0.03, 0.16, 0.04, 0.22, 0.29, 0.13, 0.13])
 _READING_SHARE = 0.85
 # Share of the reading tasks with words and sentences beyond those of the training split.
 _WIDE_SHARE = 0.8
 # Share of those whose facts are told in sentences of the corpus, and of their facts.
-_CLOZE_SHARE, _CLOZE_FACTS = 0.6, 0.8
+_CLOZE_SHARE, _CLOZE_FACTS = 0.3, 0.8
 # Parts of the corpus that words of the wide split are taken from, and the tokens of each.
 _STRETCHES, _STRETCH = 400, 8192
 # Share of the questions of the wide split that are made of sentences of the corpus, too.

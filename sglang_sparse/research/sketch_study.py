@@ -14,9 +14,10 @@ import torch
 from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.export import load
 from sglang_sparse.research.policies import Policy, Storage
-from sglang_sparse.research.study import RETRIEVAL, Study
-from sglang_sparse.tasks import FileEncoder, wilson
+from sglang_sparse.research.study import Study
+from sglang_sparse.tasks import NEEDLE_TASKS, READING_TASKS, FileEncoder, wilson
 
+RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking", *READING_TASKS)
 FORMATS: tuple[Storage, ...] = ("bf16", "fp8", "int8", "int4")
 
 

@@ -18,10 +18,9 @@ from sglang_sparse.research.arguments import study_parser
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load
 from sglang_sparse.research.model import Attend, ReferenceModel
-from sglang_sparse.research.policies import WINDOW, Kind, Policy, Reduce
+from sglang_sparse.research.policies import WINDOW, Kind, Policy
 from sglang_sparse.tasks import (
     NEEDLE_TASKS,
-    READING_TASKS,
     RULER_TASKS,
     TASKS,
     FileEncoder,
@@ -34,16 +33,8 @@ from sglang_sparse.tasks.encoding import END
 from sglang_sparse.tasks.words import PARTLY_HELD_OUT, Split
 
 SELECTORS: tuple[Kind, ...] = ("oracle", "sparcas", "page_minmax")
-BUDGETS = (64, 128, 256, 512, 1024)
-RETRIEVAL = (*NEEDLE_TASKS, "passkey", "variable_tracking", *READING_TASKS)
-PARTS = ("text", "ablation", "table", "variants")
-VARIANTS: tuple[tuple[Reduce, int], ...] = (
-    ("max", 1),
-    ("max", 2),
-    ("sum", 0),
-    ("sum", 1),
-    ("sum", 2),
-)
+BUDGETS = (32, 64, 128, 256, 512)
+PARTS = ("text", "ablation", "table")
 
 
 def part_rows(length: int) -> int:
@@ -123,11 +114,10 @@ class Study:
         return row
 
     def table(self, length: int, tasks: Sequence[str], policies: Sequence[Policy]) -> None:
-        """Every policy on the retrieval tasks; the word tasks dense alone."""
+        """Every policy on every task."""
         for task in tasks:
             prepared = self.prepare(task, length)
-            chosen = policies if task in RETRIEVAL else [Policy()]
-            rows = [self.cell(task, length, prepared, p) for p in chosen]
+            rows = [self.cell(task, length, prepared, p) for p in policies]
             self.say(task=task, length=length, exact=[row["exact"] for row in rows])
 
     def ablation(self, length: int, tasks: Sequence[str], count: int) -> None:
@@ -135,6 +125,7 @@ class Study:
         c = self.model.config
         device = next(self.model.parameters()).device
         result: dict[str, Any] = {"length": length, "count": count, "tasks": {}}
+        self.result["ablation"] = result
         for task in tasks:
             parts = self.prepare(task, length, count)
 
@@ -156,7 +147,6 @@ class Study:
                     heads[-1].append(run(cut))
             result["tasks"][task] = {"dense": dense, "layers": layers, "heads": heads}
             self.say(ablation=task, dense=dense, layers=layers, heads=heads)
-        self.result["ablation"] = result
 
     def text(self, tokens: int, count: int) -> None:
         """Perplexity on held-out text."""
@@ -186,20 +176,14 @@ class Study:
         )
 
 
-def policies(budgets: Sequence[int], selectors: Sequence[Kind], variants: bool) -> list[Policy]:
-    """Dense and window, every selector at every budget, and, if asked, the variants of two of them.
+def at_budget(kind: Kind, budget: int) -> Policy:
+    """A selector at a budget, of which at most a quarter are sinks, and half recent tokens."""
+    return Policy(kind, budget, sink=min(16, budget // 4), recent=min(32, budget // 2))
 
-    The variants: the first one or two layers dense (``sparcas``), a group's scores added up.
-    """
-    result = [Policy(), WINDOW, *(Policy(kind, b) for b in budgets for kind in selectors)]
-    if variants:
-        result += [
-            Policy("sparcas", budget, reduce=how, dense_layers=first)
-            for budget in budgets
-            for how, first in VARIANTS
-        ]
-        result += [Policy("page_minmax", budget, reduce="sum") for budget in budgets]
-    return result
+
+def policies(budgets: Sequence[int], selectors: Sequence[Kind]) -> list[Policy]:
+    """Dense, the window, and every selector at every budget."""
+    return [Policy(), WINDOW, *(at_budget(kind, b) for b in budgets for kind in selectors)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -243,7 +227,7 @@ def main() -> None:
         study.ablation(args.lengths[0], NEEDLE_TASKS, args.count)
     if "table" in args.parts:
         budgets = [b for b in args.budgets if b]
-        chosen = policies(budgets, args.selectors, "variants" in args.parts)
+        chosen = policies(budgets, args.selectors)
         for length in args.lengths:
             study.table(length, args.tasks, chosen)
 

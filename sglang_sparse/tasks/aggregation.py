@@ -4,6 +4,7 @@
 import numpy as np
 
 from sglang_sparse.tasks import composed_forms as composed
+from sglang_sparse.tasks import sentences
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.entities import entities, people
 from sglang_sparse.tasks.needles import join
@@ -28,12 +29,9 @@ VISITS = Forms(
         "We met {s} in {v} by chance.",
         "A ticket shows that {s} had been to {v}.",
     ),
-    (
-        "{s} paid a short visit to {v}.",
-        "Someone recognized {s} at the door of {v}.",
-        "Before lunch {s} had already looked around in {v}.",
-    ),
+    sentences.heldout()["visits"],
     more.VISITS + composed.VISITS,
+    sentences.training()["visits"],
 )
 VISIT_QUESTIONS = Forms(
     (
@@ -54,11 +52,9 @@ VOTES = Forms(
         "{v} is the choice of {p} for {s}.",
         "As to {s}, {p} has picked {v}.",
     ),
-    (
-        "{p} put down {v} for {s}.",
-        "When asked about {s}, {p} answered {v}.",
-    ),
+    sentences.heldout()["votes"],
     more.VOTES + composed.VOTES,
+    sentences.training()["votes"],
 )
 VOTE_QUESTIONS = Forms(
     (

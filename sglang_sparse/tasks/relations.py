@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from sglang_sparse.tasks import composed_forms as composed
+from sglang_sparse.tasks import sentences
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.vocabulary import Kind
@@ -57,11 +58,6 @@ _RELATIONS: dict[str, Relation] = {
                 "The letters for {s} are always sent to {v}, to the old address.",
                 "Few people know it, but {s} moved to {v} last winter.",
             ),
-            (
-                "A small house in {v} belongs to {s}, who sleeps there every night.",
-                "{s} went back to {v} in spring and never left it again.",
-                "If you look for {s}, you will have to go to {v}.",
-            ),
         ),
         Forms(
             (
@@ -94,11 +90,6 @@ _RELATIONS: dict[str, Relation] = {
                 "Everybody on our street calls on {s} when they need {v}.",
                 "On weekdays {s} is {v}, on Sundays nothing at all.",
             ),
-            (
-                "It was no surprise that {s} became {v} like both grandparents.",
-                "They hired {s}, who is {v} by trade.",
-                "The sign on the door says that {s} is {v}.",
-            ),
         ),
         Forms(
             (
@@ -127,11 +118,6 @@ _RELATIONS: dict[str, Relation] = {
                 "Against all advice, {s} bought {v} at the fair.",
                 "The neighbors complain that {s} owns {v} that is never quiet.",
             ),
-            (
-                "{v} follows {s} on every walk.",
-                "Nobody was allowed to touch {v} that {s} had brought home.",
-                "{s} shares the house with {v}.",
-            ),
         ),
         Forms(
             (
@@ -157,11 +143,6 @@ _RELATIONS: dict[str, Relation] = {
                 "At the auction {s} paid a good price for {v}.",
                 "{s} inherited {v} from an aunt.",
                 "It is well known that {v} is the property of {s}.",
-            ),
-            (
-                "The court ruled that {s} may keep {v}.",
-                "{v} was given to {s} as a birthday present.",
-                "Ask {s} before you borrow {v}, for it has no other owner.",
             ),
         ),
         Forms(
@@ -192,11 +173,6 @@ _RELATIONS: dict[str, Relation] = {
                 "After a long search they found {s} in {v}.",
                 "{s} was taken to {v} and stayed there.",
             ),
-            (
-                "{v} is the right spot to look for {s}.",
-                "Last night {s} was carried into {v} by two strangers.",
-                "We left {s} in {v}, as we had been told.",
-            ),
         ),
         Forms(
             (
@@ -225,11 +201,6 @@ _RELATIONS: dict[str, Relation] = {
                 "The clerk gave {s} the number {v} and put it on the list.",
                 "Remember that {s} has the number {v}.",
             ),
-            (
-                "Under number {v} the list has {s}.",
-                "They counted up to {v} before they came to {s}.",
-                "A label with {v} on it was glued to {s}.",
-            ),
         ),
         Forms(
             (
@@ -256,11 +227,6 @@ _RELATIONS: dict[str, Relation] = {
                 "The bridges of {s} all cross {v}.",
                 "Barges on {v} bring coal and grain to {s}.",
             ),
-            (
-                "In summer the children of {s} swim in {v}.",
-                "{v} has flooded {s} three times in a century.",
-                "The water that {s} drinks comes from {v}.",
-            ),
         ),
         Forms(
             (
@@ -286,10 +252,6 @@ _RELATIONS: dict[str, Relation] = {
                 "{v} has been the mayor of {s} for two terms.",
                 "As mayor of {s}, {v} opened the new school.",
             ),
-            (
-                "In {s} nobody but {v} wanted to be mayor.",
-                "{v} won the office of mayor in {s} by nine votes.",
-            ),
         ),
         Forms(("Tell me who the mayor of {s} is.",), ("By whom is {s} governed?",)),
         Forms(("the mayor of {s}",), ("the person who is mayor of {s}",)),
@@ -301,7 +263,9 @@ RELATIONS = {
         relation,
         statements=replace(
             relation.statements,
+            heldout=sentences.heldout()[name],
             wide=more.STATEMENTS[name] + composed.STATEMENTS.get(name, ()),
+            plain=sentences.training()[name],
         ),
         questions=replace(relation.questions, wide=more.QUESTIONS[name]),
         phrase=replace(relation.phrase, wide=more.PHRASES[name]),
@@ -348,14 +312,14 @@ def say(template: str, subject: str, value: str = "") -> str:
 
 
 def statement(rng: Rng, split: Split, forms: Forms) -> str:
-    """A sentence that states a fact; of the wide split, often with words around it."""
+    """A sentence that states a fact; of the wide split, at times with words around it."""
     template = forms.told(rng, split)
     if split != "wide":
         return template
-    if rng.random() < 0.3:
+    if rng.random() < 0.15:
         lead = _LEADS[int(rng.integers(len(_LEADS)))]
         template = lead + template[:1].lower() + template[1:]
-    if rng.random() < 0.3:
+    if rng.random() < 0.15:
         template = template.rstrip(".") + _TAILS[int(rng.integers(len(_TAILS)))]
     while "{d}" in template:
         template = template.replace("{d}", WIDE.beside(rng), 1)

@@ -32,15 +32,21 @@ will wish with without woman word work world would write wrong year yes yesterda
 your
 """
 _COMMON = _COMMON_WORDS.split()
+_PLAIN_SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class Forms:
-    """Templates of one purpose, by split; ``wide`` ones come beside those of ``train``."""
+    """Templates of one purpose, by split.
+
+    Those of ``wide`` come beside those of ``train``, and those of ``plain`` before both: sentences
+    that are told as they are.
+    """
 
     train: tuple[str, ...]
-    heldout: tuple[str, ...]
+    heldout: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
 
     def asked(self, rng: np.random.Generator, split: Split) -> str:
         """One template of a question, blurred in the wide split."""
@@ -48,7 +54,9 @@ class Forms:
         return blurred(rng, template, 0.8) if split == "wide" else template
 
     def told(self, rng: np.random.Generator, split: Split) -> str:
-        """One template of a statement, lightly blurred in the wide split."""
+        """One template of a statement; in the wide split a plain one, or one lightly blurred."""
+        if split == "wide" and self.plain and rng.random() < _PLAIN_SHARE:
+            return self.plain[int(rng.integers(len(self.plain)))]
         template = self.draw(rng, split)
         return blurred(rng, template, 0.1) if split == "wide" else template
 

@@ -42,10 +42,14 @@ def suites() -> dict[Split, TaskSuite]:
     return {split: TaskSuite(encoder, split) for split in SPLITS}
 
 
-def pattern(template: str) -> re.Pattern[str]:
+# One word behind an article, or a name of one or two words, perhaps behind a title.
+_PHRASE = r"(?:(?:the|an?) )?[\w-]+(?:\.? (?-i:[A-Z])\w+)?"
+
+
+def pattern(template: str, hole: str = ".+") -> re.Pattern[str]:
     """What a filled-in template matches; its holes are groups, but for nouns beside the value."""
     parts = re.split(r"\{(\w)\}", template)
-    holes = [(r"\w+" if p == "d" else f"(?P<{p}>.+)") if i % 2 else re.escape(p)
+    holes = [(r"\w+" if p == "d" else f"(?P<{p}>{hole})") if i % 2 else re.escape(p)
              for i, p in enumerate(parts)]  # fmt: skip
     return re.compile("".join(holes), re.IGNORECASE)
 
@@ -65,7 +69,7 @@ def facts(texts: list[str], forms: Forms) -> list[dict[str, str]]:
     found = []
     for text in texts:
         for template in (*forms.train, *forms.heldout):
-            match = pattern(template).fullmatch(text)
+            match = pattern(template, _PHRASE).fullmatch(text)
             if match:
                 found.append({k: bare(v) for k, v in match.groupdict().items()})
                 break
@@ -101,16 +105,20 @@ def test_words_names_and_templates_of_the_splits_are_disjoint() -> None:
         assert not set(train) & set(held)
     for forms in (*ALL_FORMS, WRAPPINGS):
         assert forms.heldout
-        assert not {*forms.train, *forms.wide} & set(forms.heldout)
+        assert not {*forms.train, *forms.wide, *forms.plain} & set(forms.heldout)
         assert forms.wide
-        assert not set(forms.train) & set(forms.wide)
+        assert not set(forms.train) & {*forms.wide, *forms.plain}
 
 
 def test_templates_name_no_value() -> None:
-    words = set(re.findall("[a-z]+", str((RELATIONS, ALL_FORMS, WRAPPINGS)).lower()))
+    parts = (*ALL_FORMS, WRAPPINGS)
+    told = [form for forms in parts for form in (*forms.train, *forms.heldout, *forms.wide)]
+    told += [line for r in RELATIONS.values() for line in (r.plain, r.question)]
+    plain = [form for forms in parts for form in forms.plain]
+    words = {*re.findall("[a-z]+", " ".join(told).lower())}
     kinds: tuple[Kind, ...] = ("place", "thing", "animal", "job", "town", "river")
     for kind in kinds:
-        assert not words & known_words(kind)
+        assert not {*words, *re.findall("[a-z]+", " ".join(plain).lower())} & known_words(kind)
         assert not words & set(WORDS.get(kind, "").split())
 
 
@@ -125,6 +133,7 @@ def test_words_alone_or_forms_alone_may_be_held_out(task: str) -> None:
     held = first | last | {word for kind in kinds for word in pool(kind, "heldout")}
     # What templates of the held-out split alone say between names and values.
     trained = " ".join(form for forms in ALL_FORMS for form in forms.train)
+    trained += " ".join(line for r in RELATIONS.values() for line in (r.plain, r.question))
     told = [part for forms in ALL_FORMS for form in forms.heldout for part in form.split("{")]
     between = {part[2:] for part in told if len(part) > 12 and part[2:] not in trained}
     for split, words, forms in (
@@ -232,7 +241,8 @@ def test_held_out_prompts_use_no_sentence_or_form_of_training(
         for forms in ALL_FORMS:
             for template in (*forms.train, *forms.wide):
                 if "}" in template[3:-4]:  # "{a} and {b}" would match anything
-                    hits = [t for t in texts if pattern(template).fullmatch(t)]
+                    hole = _PHRASE if "{v}" in template else ".+"
+                    hits = [t for t in texts if pattern(template, hole).fullmatch(t)]
                     assert not hits, (template, hits)
 
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs sentences that training alone sees: ``python -m sglang_sparse.research.pack_sentences``.
+
+Of a folder with a file ``NAME.txt`` for each relation, one template a line.
+"""
+
+import argparse
+import lzma
+from pathlib import Path
+
+PACKED = Path(__file__).parents[1] / "tasks" / "sentences" / "training.txt.xz"
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
+
+
+def pack(folder: Path) -> bytes:
+    """All files of ``folder`` in one compressed text; the same files give the same bytes."""
+    parts = [
+        f"# {file.stem}\n{file.read_text().strip()}\n" for file in sorted(folder.glob("*.txt"))
+    ]
+    return lzma.compress("".join(parts).encode(), filters=_FILTERS)
+
+
+def main() -> None:
+    """Pack a folder into the archive that the tasks read."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=PACKED)
+    args = parser.parse_args()
+    args.out.write_bytes(pack(args.folder))
+
+
+if __name__ == "__main__":
+    main()
