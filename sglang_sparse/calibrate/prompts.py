@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sparse.config import ConfigError
-from sglang_sparse.tasks import RULER_TASKS, HuggingFaceEncoder, TaskSuite
+from sglang_sparse.tasks import TASKS, HuggingFaceEncoder, TaskSuite
 
 FORMAT = 'one JSON object a line, {"prompt": TEXT} or {"messages": [{"role": ..., "content": ...}]}'
 GENERATED_LENGTH = 4096
@@ -104,7 +104,8 @@ def _encode(line: str, tokenizer: Any) -> list[int]:
 def _generate(tokenizer: Any, count: int, max_tokens: int, seed: int) -> bytes:
     """Lines with chats over the tasks in turn, with answers, since those attend to the needles."""
     suite = TaskSuite(HuggingFaceEncoder(tokenizer), "train")
-    length, names = min(max_tokens, GENERATED_LENGTH), list(RULER_TASKS)
+    length = min(max_tokens, GENERATED_LENGTH)
+    names = [name for name in TASKS if name != "dialogue"]  # which has earlier turns
     if getattr(tokenizer, "chat_template", None):
         to_line: Callable[[str, str], dict[str, Any]] = _chat
     else:

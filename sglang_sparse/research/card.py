@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sglang_sparse.research import text_study
 from sglang_sparse.research.tables import Cell, cells_of
 from sglang_sparse.tasks import READING_TASKS, RULER_TASKS, TASKS
 
@@ -26,12 +27,16 @@ class Results:
     """Every cell of every file of a folder, found by policy, task and length."""
 
     def __init__(self, folder: Path) -> None:
-        """Read ``table_*.json.gz`` and the ``ablation_4k.json`` of ``folder``."""
+        """Read ``table_*.json.gz``, ``shipped.json.gz``, ``ablation_4k.json``, ``text-*.json``."""
         self.cells: dict[tuple[Key, str, int], Cell] = {}
         for path in sorted(folder.glob("table_*.json.gz")):
             for cell in cells_of(json.loads(gzip.decompress(path.read_bytes()))):
                 self.cells[(policy_key(cell["policy"]), cell["task"], cell["length"])] = cell
         self.ablation = json.loads((folder / "ablation_4k.json").read_text())
+        presets = gzip.decompress((folder / "shipped.json.gz").read_bytes())
+        self.presets = cells_of(json.loads(presets))
+        (text,) = folder.glob("text-*.json")
+        self.text = json.loads(text.read_text())
 
     def get(self, key: Key, task: str, length: int) -> Cell | None:
         """One cell, or ``None`` where it was not measured."""
@@ -95,6 +100,18 @@ def _tokens(key: Key, length: int) -> str:
     return "20 %" if key[1] == round(length / 5) else str(key[1])
 
 
+def preset_table(cells: Sequence[Cell]) -> str:
+    """Per cent exact of dense and of each preset as it is shipped, a row a task and length."""
+    names = list(dict.fromkeys(cell["preset"] for cell in cells))
+    found = {(cell["task"], cell["length"], cell["preset"]): cell for cell in cells}
+    asked = dict.fromkeys((task, length) for task, length, _ in found)
+    rows = [
+        [task, f"{length:,}", *(percent(found.get((task, length, name))) for name in names)]
+        for task, length in asked
+    ]
+    return markdown(["task", "tokens", *names], rows)
+
+
 def tables(results: Results) -> dict[str, str]:
     """Every table of the card, by the name of its marker."""
     return {
@@ -104,7 +121,9 @@ def tables(results: Results) -> dict[str, str]:
             for name, tasks in (("budgets", (*RULER_TASKS,)), ("reading", (*READING_TASKS,)))
             for n in (4096, 8192, 16384)
         },
+        "presets": preset_table(results.presets),
         "ablation": ablation_table(results),
+        "text": text_study.table(results.text).rstrip(),
     }
 
 

@@ -19,8 +19,10 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
 Server = Callable[[str], LiveServer]
 TOKENS = 6
-# The heads whose lists those of the last layer take; on the first server, two ranks have two each.
-REUSED = {"kascade-mapped-ranks": (1, 0, 2, 2), "kascade": sharing()["head_maps"][5]}
+# The layer that reuses lists, and the heads whose lists its heads take; on the first server, two
+# ranks have two each.
+REUSING = 3
+REUSED = {"kascade-mapped-ranks": (1, 0, 2, 2), "kascade": sharing()["head_maps"][REUSING]}
 
 
 def answers_one_by_one(
@@ -43,7 +45,7 @@ def test_anchors_and_reuse_layers_reach_the_mass_of_an_implementation_of_its_own
     ids = [prompts[0][:255], prompts[1][:250], prompts[2][:200]]
     live = server(name)
     before = live.sparse_state()
-    assert before["axes"]["layers"]["reuse"] == [{"layer": 5, "heads": list(REUSED[name])}]
+    assert before["axes"]["layers"]["reuse"] == [{"layer": REUSING, "heads": list(REUSED[name])}]
     answers_one_by_one(live, ids)
     layers = seen_since(before["fidelity"], live.sparse_state()["fidelity"])
     config = load_preset("reference", "kascade")
@@ -56,7 +58,7 @@ def test_anchors_and_reuse_layers_reach_the_mass_of_an_implementation_of_its_own
         sink=config.sink_tokens,
         recent=config.recent_tokens + 1,
         anchors=sharing()["anchors"],
-        head_maps=(*[()] * 5, REUSED[name]),
+        head_maps=(*[()] * REUSING, REUSED[name], (), ()),
     )
     expected = ExpectedMass(ids, TOKENS - 1)
     ranges = expected.range_of(policy)
@@ -66,8 +68,8 @@ def test_anchors_and_reuse_layers_reach_the_mass_of_an_implementation_of_its_own
         assert low <= seen["mass"] <= high, layer
         assert seen["kernel_error"] < KERNEL_ERROR, layer
     # Heads that take their own lists would reach another mass.
-    low, high = expected.range_of(replace(policy, head_maps=()))["5"]
-    assert not low <= layers["5"]["mass"] <= high
+    low, high = expected.range_of(replace(policy, head_maps=()))[str(REUSING)]
+    assert not low <= layers[str(REUSING)]["mass"] <= high
 
 
 @pytest.mark.parametrize("name", ["kascade-sketch-everything", "kascade-heads-everything"])
@@ -82,7 +84,7 @@ def test_budgets_above_the_context_give_the_dense_answers(
     # The equality means nothing unless these went through selection.
     assert state["decode_steps"]["sparse"] >= len(ids) * (TOKENS - 1)
     assert state["prefill_batches"]["sparse"] >= len(ids)
-    assert state["layers"] == {"dense_select": [0], "select": [1, 2, 3, 4], "reuse": [5]}
+    assert state["layers"] == {"dense_select": [0], "select": [1, 2, 4, 5], "reuse": [REUSING]}
 
 
 @pytest.mark.parametrize("name", ["kascade-shipped", "kascade-sketch-shipped"])

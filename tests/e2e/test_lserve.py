@@ -54,7 +54,7 @@ def test_what_both_kinds_of_heads_attend_to_is_what_dense_attention_over_it_give
     for layer, seen in state["fidelity"].items():
         assert seen["kernel_error"] < KERNEL_ERROR, layer
     # A layer without streaming heads keeps more of the mass than one that has nothing else.
-    assert state["fidelity"]["3"]["mass"] > 0.85
+    assert state["fidelity"]["3"]["mass"] > state["fidelity"]["4"]["mass"], state["fidelity"]
     assert state["axes"]["heads"]["streaming"] == STREAMING["streaming"]
 
 

@@ -25,8 +25,7 @@ from sglang_sparse.tasks.entities import entities
 from sglang_sparse.tasks.relations import RELATIONS, WRAPPINGS, Relation, statement
 from sglang_sparse.tasks.templates import Forms, blurred
 from sglang_sparse.tasks.training_words import WORDS
-from sglang_sparse.tasks.vocabulary import Kind, held_out, known_words, names, pool
-from sglang_sparse.tasks.wide_words import WideWords
+from sglang_sparse.tasks.vocabulary import Kind, known_words, names, pool
 from sglang_sparse.tasks.words import PARTLY_HELD_OUT
 
 MODEL = Path(__file__).parents[2] / "configs" / "reference" / "model"
@@ -159,38 +158,6 @@ def test_wide_problems_have_words_and_sentences_that_no_split_has(task: str) -> 
     for kind in get_args(Kind):
         known |= known_words(kind)
     assert words & ({word for listed in WORDS.values() for word in listed.split()} - known)
-
-
-@pytest.mark.parametrize("kind", ["first name", "surname", "town", "river", "place", "job"])
-def test_wide_words_are_new_each_time_and_never_held_out(kind: str) -> None:
-    wide, rng = WideWords(), np.random.default_rng(1)
-    first, second = wide.draw(rng, kind, 40), wide.draw(rng, kind, 40)
-    assert len(set(first)) == len(set(second)) == 40
-    assert len({*first} - {*second}) > 20
-    held = names("heldout")[kind == "surname"] if "name" in kind else pool(kind, "heldout")
-    many = {*wide.draw(rng, kind, 400)}
-    assert not many & set(held)
-    assert not any(held_out(word) for word in many)
-    assert {word[0].isupper() for word in many} == {kind not in ("place", "job")}
-
-
-def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
-    wide, rng = WideWords(), np.random.default_rng(2)
-    # Words that CRC-32 holds out: Silke, pothole. A kiosk is a place, however often it is named.
-    wide.read(
-        "Then, as Ottilie said, Silke saw a swamp in the doorway, and a pothole. The quick fox. "
-        "The court of a court is the court, and a kiosk is a kiosk in the kiosk."
-    )
-    read = {*wide.draw(rng, "surname", 90)}
-    assert read & {"Ottilie", "Silke", "So"} == {"Ottilie"}
-    nouns = {*wide.draw(rng, "thing", 300)}
-    assert nouns & {"swamp", "doorway", "pothole", "quick", "court"} == {"swamp", "doorway"}
-    beside = {wide.beside(rng) for _ in range(300)}
-    assert beside >= {"court", "swamp"}  # one that is no value, and one that may be
-    assert "pothole" not in beside
-    assert wide.names_no_value("The court of reason, if any.")
-    assert not wide.names_no_value("The court and the swamp.")
-    assert not wide.names_no_value("The court of Ottilie.")
 
 
 def test_people_of_the_wide_split_have_full_names_first_names_or_titles() -> None:

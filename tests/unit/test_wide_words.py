@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words of the wide split are new each time, and none is held out."""
+
+import numpy as np
+import pytest
+
+from sglang_sparse.tasks.vocabulary import held_out, names, pool
+from sglang_sparse.tasks.wide_words import WideWords
+
+
+@pytest.mark.parametrize("kind", ["first name", "surname", "town", "river", "place", "job"])
+def test_wide_words_are_new_each_time_and_never_held_out(kind: str) -> None:
+    wide, rng = WideWords(), np.random.default_rng(1)
+    first, second = wide.draw(rng, kind, 40), wide.draw(rng, kind, 40)
+    assert len(set(first)) == len(set(second)) == 40
+    assert len({*first} - {*second}) > 20
+    held = names("heldout")[kind == "surname"] if "name" in kind else pool(kind, "heldout")
+    many = {*wide.draw(rng, kind, 400)}
+    assert not many & set(held)
+    assert not any(held_out(word) for word in many)
+    assert {word[0].isupper() for word in many} == {kind not in ("place", "job")}
+
+
+def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
+    wide, rng = WideWords(), np.random.default_rng(2)
+    # Words that CRC-32 holds out: Silke, pothole. A kiosk is a place, however often it is named.
+    wide.read(
+        "Then, as Ottilie said, Silke saw a swamp in the doorway, and a pothole. The quick fox. "
+        "The court of a court is the court, and a kiosk is a kiosk in the kiosk."
+    )
+    read = {*wide.draw(rng, "surname", 90)}
+    assert read & {"Ottilie", "Silke", "So"} == {"Ottilie"}
+    nouns = {*wide.draw(rng, "thing", 300)}
+    assert nouns & {"swamp", "doorway", "pothole", "quick", "court"} == {"swamp", "doorway"}
+    beside = {wide.beside(rng) for _ in range(300)}
+    assert beside >= {"court", "swamp"}  # one that is no value, and one that may be
+    assert "pothole" not in beside
+    assert wide.names_no_value("The court of reason, if any.")
+    assert not wide.names_no_value("The court and the swamp.")
+    assert not wide.names_no_value("The court of Ottilie.")
