@@ -80,8 +80,17 @@ def test_the_committed_table_is_that_of_the_committed_cells_and_heads() -> None:
     assert result["streaming"] == {arm: int(mask.sum()) for arm, mask in masks.items()}
 
 
+# The KV heads that move predictions by 0.001 nats and more when they stream alone; the first reads
+# all needles (the ablation in the model's card).
+READS_NEEDLES = (5, 3)
+NEEDED = {READS_NEEDLES, (1, 2), (4, 1), (2, 2), (3, 3), (5, 1)}
+
+
 def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> None:
     cells = cells_of(json.loads(gzip.decompress((REPORT / "arms.json.gz").read_bytes())))
+    masks = heads_study.masks_of(load_preset("reference", "lserve"), 4, seed=7)
+    drawn = {arm: bool(masks[arm][READS_NEEDLES]) for arm in masks if arm.startswith("random")}
+    assert set(drawn.values()) == {True, False}
     for length in {cell["length"] for cell in cells}:
         mean = {
             arm: 100 * sum(exact) / len(exact)
@@ -89,48 +98,34 @@ def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> No
             if (exact := [c["exact"] for c in cells if (c["length"], c["arm"]) == (length, arm)])
         }
         assert mean["found"] >= mean["dense"] - 2, length
-        for arm in ("random 1", "random 2", "random 3"):
-            assert mean[arm] < mean["dense"] - 20, (length, arm)
-
-
-# The KV heads that move predictions by 0.001 nats and more when they stream alone; the first reads
-# all needles (the ablation in the model's card).
-NEEDED = {(5, 3), (4, 1), (1, 2)}
+        for arm, cut in drawn.items():
+            assert mean[arm] < mean["dense"] - (20 if cut else 2), (length, arm)
 
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((folder / "heads.csv").open()))
 
 
-def test_the_heads_that_are_needed_are_those_that_the_report_says() -> None:
+def test_the_needed_heads_are_those_that_the_report_says_and_none_streams_in_the_preset() -> None:
     found = {
         (int(row["layer"]), int(row["head"]))
         for row in rows_of(REPORT)
         if float(row["divergence left out"]) > 0.001
     }
     assert found == NEEDED
-
-
-@pytest.mark.parametrize(("folder", "correlation"), [(REPORT, 0.73), (REPORT / "gates", 0.66)])
-def test_each_finder_ranks_the_needed_heads_among_its_first_five(
-    folder: Path, correlation: float
-) -> None:
-    """The other heads move nothing, so their order, and the rank correlation, say little."""
-    rows = rows_of(folder)
-    first = sorted(rows, key=lambda row: -float(row["score"]))[:5]
-    assert {(int(row["layer"]), int(row["head"])) for row in first} >= NEEDED
-    assert (int(first[0]["layer"]), int(first[0]["head"])) == (5, 3)
-    left_out = [float(row["divergence left out"]) for row in rows_of(REPORT)]
-    found = spearmanr([float(row["score"]) for row in rows], left_out).statistic
-    assert found == pytest.approx(correlation, abs=0.005)
-    assert f"{correlation}" in (REPORT / "README.md").read_text()
-
-
-def test_no_needed_head_streams_in_the_preset() -> None:
     streaming = load_preset("reference", "lserve").heads.streaming
     streams = {(layer, head) for layer, heads in enumerate(streaming) for head in heads}
     assert len(streams) == 10
     assert not streams & NEEDED
+
+
+@pytest.mark.parametrize("folder", [REPORT, REPORT / "gates"])
+def test_each_finder_agrees_with_leaving_heads_out(
+    folder: Path,
+) -> None:
+    scores = [float(row["score"]) for row in rows_of(folder)]
+    left_out = [float(row["divergence left out"]) for row in rows_of(REPORT)]
+    assert spearmanr(scores, left_out).statistic >= 0.8
 
 
 def test_the_preset_holds_the_heads_that_score_least() -> None:
