@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_sparse.research import text_study
+from sglang_sparse.research.study import SELECTORS
 from sglang_sparse.research.tables import Cell, cells_of
 from sglang_sparse.tasks import READING_TASKS, RULER_TASKS, TASKS
 
 Key = tuple[str, int]
 DENSE: Key = ("dense", 0)
 WINDOW: Key = ("window", 0)
-SELECTORS = ("oracle", "sparcas", "page_minmax")
 
 
 class Results:
@@ -85,7 +85,8 @@ def budget_table(results: Results, length: int, tasks: Sequence[str]) -> str:
     """Every selector at every budget, at one length; a line that says so if none was measured."""
     rows = []
     budgets = results.budgets(length)
-    keys = [DENSE, WINDOW, *((kind, budget) for kind in SELECTORS for budget in budgets)]
+    keys: list[Key] = [DENSE, WINDOW]
+    keys += [(kind, budget) for kind in SELECTORS for budget in budgets]
     for key in keys:
         cells = [results.get(key, task, length) for task in tasks]
         if any(cells):

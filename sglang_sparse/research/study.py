@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from sglang_sparse.calibrate.files import replacing
 from sglang_sparse.research.arguments import study_parser
@@ -34,7 +32,7 @@ from sglang_sparse.tasks.words import PARTLY_HELD_OUT, Split
 
 SELECTORS: tuple[Kind, ...] = ("oracle", "sparcas", "page_minmax")
 BUDGETS = (32, 64, 128, 256, 512)
-PARTS = ("text", "ablation", "table")
+PARTS = ("ablation", "table")
 
 
 def part_rows(length: int) -> int:
@@ -148,24 +146,6 @@ class Study:
             result["tasks"][task] = {"dense": dense, "layers": layers, "heads": heads}
             self.say(ablation=task, dense=dense, layers=layers, heads=heads)
 
-    def text(self, tokens: int, count: int) -> None:
-        """Perplexity on held-out text."""
-        total, seen, size = 0.0, 0, 0
-        device = next(self.model.parameters()).device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        with torch.no_grad():
-            for ids in self.suite.heldout_text(tokens, count):
-                row = torch.tensor([ids], device=device)
-                logits = self.model.logits(self.model(row, dtype))[0, :-1].float()
-                total += float(F.cross_entropy(logits, row[0, 1:], reduction="sum"))
-                seen += len(ids) - 1
-                size += len(self.encoder.decode(ids[1:]).encode())
-        self.result["text"] = {
-            "tokens": seen, "context": tokens, "perplexity": math.exp(total / seen),
-            "bits_per_byte": total / math.log(2) / size,
-        }  # fmt: skip
-        self.say(**self.result["text"])
-
     def say(self, **entry: Any) -> None:
         """One JSON line of progress; what is there so far goes to the file."""
         if self.out is not None:
@@ -221,8 +201,6 @@ def main() -> None:
     study = Study(model, FileEncoder(args.model), args.count, args.seed, args.split)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     study.out = args.out
-    if "text" in args.parts:
-        study.text(2048, max(args.count // 4, 1))
     if "ablation" in args.parts:
         study.ablation(args.lengths[0], NEEDLE_TASKS, args.count)
     if "table" in args.parts:
