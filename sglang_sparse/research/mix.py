@@ -37,7 +37,9 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.03, 0.16, 0.04, 0.22, 0.29, 0.13, 0.13])
+_READING_WEIGHTS = np.array([0.04, 0.11, 0.04, 0.25, 0.36, 0.07, 0.09, 0.04])
+# Their questions lean on those before, or their context is a list.
+_ALONE = ("dialogue", "distant_words")
 _READING_SHARE = 0.85
 # Share of the reading tasks with words and sentences beyond those of the training split.
 _WIDE_SHARE = 0.8
@@ -49,7 +51,7 @@ _STRETCHES, _STRETCH = 400, 8192
 _CLOZE_QUESTIONS = 0.3
 # Share of them that stand before or behind a sentence of the corpus.
 _AMONG_TEXT = 0.2
-_WORD_TASK_SHARE = 0.04
+_WORD_TASK_SHARE, _WORD_TASK_TOKENS = 0.08, 16384
 _OWN_FILLER_SHARE = 0.3
 _NOUNS = tuple(
     """door code|PIN|password|secret number|access code|lucky number|room number|phone number|
@@ -216,8 +218,8 @@ class RowMaker:
 
     def _problem(self, rng: np.random.Generator, length: int) -> Problem:
         """One word task, one dialogue, or several tasks whose needles share the context."""
-        if rng.random() < _WORD_TASK_SHARE and length <= 4096:
-            name = "common_words" if rng.random() < 0.5 else "frequent_words"
+        if rng.random() < _WORD_TASK_SHARE and length <= _WORD_TASK_TOKENS:
+            name = "common_words" if rng.random() < 0.4 else "frequent_words"
             return TASKS[name](rng, "train", length)
         count = max(1, min(int(rng.integers(1, 3)) * (length.bit_length() - 8), 10))
         if rng.random() < 0.15:
@@ -227,7 +229,7 @@ class RowMaker:
         names = [n for i, n in enumerate(drawn) if n not in once or i == drawn.index(n)]
         if rng.random() < _READING_SHARE:
             reading = str(rng.choice(_READING, p=_READING_WEIGHTS))
-            if reading == "dialogue":  # its questions lean on those before
+            if reading in _ALONE:
                 return self._reading(rng, reading, length)
             # The other tasks are learnt from few answers; long rows are few, so they ask for more.
             names = [reading, *names[: max(2, length // 2048)]]

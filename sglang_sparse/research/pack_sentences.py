@@ -5,11 +5,10 @@ Of a folder with a file ``NAME.txt`` for each relation, one template a line.
 """
 
 import argparse
-import lzma
+import bz2
 from pathlib import Path
 
-PACKED = Path(__file__).parents[1] / "tasks" / "sentences" / "training.txt.xz"
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 4, "lp": 0, "pb": 0}]
+PACKED = Path(__file__).parents[1] / "tasks" / "sentences" / "training.txt.bz2"
 
 
 def pack(folder: Path) -> bytes:
@@ -17,7 +16,7 @@ def pack(folder: Path) -> bytes:
     parts = [
         f"# {file.stem}\n{file.read_text().strip()}\n" for file in sorted(folder.glob("*.txt"))
     ]
-    return lzma.compress("".join(parts).encode(), filters=_FILTERS)
+    return bz2.compress("".join(parts).encode())
 
 
 def main() -> None:

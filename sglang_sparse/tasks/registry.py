@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from sglang_sparse.tasks.aggregation import collect, tally
-from sglang_sparse.tasks.counting import common_words, frequent_words
+from sglang_sparse.tasks.counting import common_words, distant_words, frequent_words
 from sglang_sparse.tasks.dialogues import dialogue
 from sglang_sparse.tasks.encoding import ASSISTANT, BOS, END, USER, Encoder, split_turns
 from sglang_sparse.tasks.layout import ContextBuilder
@@ -33,7 +33,8 @@ RULER_TASKS: dict[str, Generator] = {
     "common_words": common_words,
     "frequent_words": frequent_words,
 }
-# Natural sentences: held-out words, sentences and forms of a question are new to a trained model.
+# Natural sentences, and a list: held-out words, sentences and forms of a question are new to a
+# trained model.
 READING_TASKS: dict[str, Generator] = {
     "similar_keys": similar_keys,
     "sentences": sentences,
@@ -42,6 +43,7 @@ READING_TASKS: dict[str, Generator] = {
     "collect": collect,
     "tally": tally,
     "dialogue": dialogue,
+    "distant_words": distant_words,
 }
 TASKS = RULER_TASKS | READING_TASKS
 _STREAMS = (*SPLITS, *PARTLY_HELD_OUT)

@@ -9,7 +9,7 @@ from sglang_sparse.tasks.vocabulary import known_words
 
 ORDERED_TASKS = frozenset({"variable_tracking", "multi_query", "multi_value", "tally"})
 _NUMBER = re.compile(r"\d+")
-WORD_TASKS = frozenset({"common_words", "frequent_words"})
+WORD_TASKS = frozenset({"common_words", "frequent_words", "distant_words"})
 
 
 def extract(sample: Sample, reply: str) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Templates of sentences and questions by split, and those that training alone sees blurred."""
 
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_sparse.tasks.wide_words import WIDE
 from sglang_sparse.tasks.words import Split, forms_of
 
 # What takes the place of words, or comes between them, in blurred questions and sentences.
@@ -33,6 +35,9 @@ your
 """
 _COMMON = _COMMON_WORDS.split()
 _PLAIN_SHARE = 0.75
+# Share of plain sentences that get other nouns, and share of their nouns.
+_EXCHANGED, _EXCHANGED_NOUNS = 0.4, 0.6
+_NOUN = re.compile(r"\b((?i:the|an?|this|that|his|her|their|our|my)) ([a-z]{3,})\b")
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,8 @@ class Forms:
     def told(self, rng: np.random.Generator, split: Split) -> str:
         """One template of a statement; in the wide split a plain one, or one lightly blurred."""
         if split == "wide" and self.plain and rng.random() < _PLAIN_SHARE:
-            return self.plain[int(rng.integers(len(self.plain)))]
+            template = self.plain[int(rng.integers(len(self.plain)))]
+            return exchanged(rng, template) if rng.random() < _EXCHANGED else template
         template = self.draw(rng, split)
         return blurred(rng, template, 0.1) if split == "wide" else template
 
@@ -66,6 +72,20 @@ class Forms:
         if split == "wide":
             own += self.wide
         return own[int(rng.integers(len(own)))]
+
+
+def exchanged(rng: np.random.Generator, template: str) -> str:
+    """``template`` with most words behind an article replaced by nouns that are never a value.
+
+    So a value is not told from the nouns around it by having seen these in the same sentence.
+    """
+
+    def other(found: re.Match[str]) -> str:
+        if rng.random() >= _EXCHANGED_NOUNS:
+            return found.group()
+        return f"{found[1]} {WIDE.no_value(rng)}"
+
+    return _NOUN.sub(other, template)
 
 
 def blurred(rng: np.random.Generator, template: str, most: float) -> str:

@@ -67,6 +67,10 @@ class WideWords:
         """
         if rng.random() < 0.5:
             return self.draw(rng, ("place", "thing")[int(rng.integers(2))], 1)[0]
+        return self.no_value(rng)
+
+    def no_value(self, rng: Rng) -> str:
+        """A noun that no problem has as a value."""
         return self._beside[int(rng.integers(len(self._beside)))]
 
     def names_no_value(self, text: str) -> bool:

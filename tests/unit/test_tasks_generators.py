@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task generators: seeded, exact, within length, and split without overlap."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -114,3 +115,14 @@ def test_unknown_split_is_refused(encoder: FileEncoder) -> None:
     assert SPLITS == ("train", "heldout")
     with pytest.raises(ValueError, match="unknown split"):
         TaskSuite(encoder, "validation")
+
+
+def test_distant_words_stand_in_the_first_half_of_the_list_alone(heldout: TaskSuite) -> None:
+    for length in (400, 1500, 4096):
+        for drawn in heldout.samples("distant_words", length, 6, seed=4):
+            words = drawn.content.split("\n\n")[0].split()
+            counts = Counter(words)
+            assert {*drawn.values} == {word for word, _ in counts.most_common(3)}
+            assert len(counts) == 24
+            # A list is cut to its tokens at its end; few lists lose a third.
+            assert not {*drawn.values} & {*words[int(len(words) * 0.75) :]}

@@ -4,8 +4,9 @@
 import numpy as np
 import pytest
 
+from sglang_sparse.tasks.templates import exchanged
 from sglang_sparse.tasks.vocabulary import held_out, names, pool
-from sglang_sparse.tasks.wide_words import WideWords
+from sglang_sparse.tasks.wide_words import WIDE, WideWords
 
 
 @pytest.mark.parametrize("kind", ["first name", "surname", "town", "river", "place", "job"])
@@ -38,3 +39,17 @@ def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     assert wide.names_no_value("The court of reason, if any.")
     assert not wide.names_no_value("The court and the swamp.")
     assert not wide.names_no_value("The court of Ottilie.")
+
+
+def test_exchanged_sentences_get_other_nouns_that_are_no_values() -> None:
+    template = "The clerk in {v} gave a form, then an old map, to {s} and her friend at the door."
+    drawn = {exchanged(np.random.default_rng(seed), template) for seed in range(200)}
+    assert template in drawn
+    assert len(drawn) > 100
+    wide = WIDE.names_no_value
+    for text in drawn:
+        was, now = template.split(), text.split()
+        changed = [i for i, (a, b) in enumerate(zip(was, now, strict=True)) if a != b]
+        # What stands behind an article or a pronoun, whatever it is; the holes stay.
+        assert {*changed} <= {1, 6, 9, 15, 18}
+        assert wide(" ".join(f"the {now[i].rstrip(',.')}" for i in changed) + ".")

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain English sentences that state a fact, as templates: two files beside this module.
 
-``heldout.txt`` has those of the held-out split, ``training.txt.xz`` those that training alone sees.
-In both, a line ``# NAME`` stands above the sentences of a relation, or of ``visits`` or ``votes``.
+``heldout.txt`` has those of the held-out split, ``training.txt.bz2`` those that training alone
+sees. In both, a line ``# NAME`` stands above the sentences of a relation, or of ``visits`` or
+``votes``.
 ``sglang_sparse.research.pack_sentences`` writes the second.
 """
 
-import lzma
+import bz2
 from functools import cache
 from pathlib import Path
 
@@ -40,4 +41,4 @@ def heldout() -> dict[str, tuple[str, ...]]:
 @cache
 def training() -> dict[str, tuple[str, ...]]:
     """Sentences that training alone sees, by name."""
-    return parse(lzma.decompress((_HERE / "training.txt.xz").read_bytes()).decode())
+    return parse(bz2.decompress((_HERE / "training.txt.bz2").read_bytes()).decode())

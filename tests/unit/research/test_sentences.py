@@ -44,7 +44,7 @@ def test_packed_sentences_are_read_back(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "argv", ["pack_sentences", str(tmp_path), "--out", str(out)])
     pack_sentences.main()
     assert out.read_bytes() == pack_sentences.pack(tmp_path)
-    text = pack_sentences.lzma.decompress(out.read_bytes()).decode()
+    text = pack_sentences.bz2.decompress(out.read_bytes()).decode()
     assert sentences.parse(text) == {
         "code": ("{s}: {v}.",), "owns": ("{s} has {v}.", "{v} is of {s}."),
     }  # fmt: skip
