@@ -11,14 +11,12 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from sglang_sparse.research import text_study
+from sglang_sparse.research import text_decode, text_study
 from sglang_sparse.research.study import SELECTORS
-from sglang_sparse.research.tables import Cell, cells_of
+from sglang_sparse.research.tables import Cell, Key, cells_of, markdown, policy_key
 from sglang_sparse.tasks import READING_TASKS, RULER_TASKS, TASKS
 
-Key = tuple[str, int]
 DENSE: Key = ("dense", 0)
 WINDOW: Key = ("window", 0)
 
@@ -27,14 +25,16 @@ class Results:
     """Every cell of every file of a folder, found by policy, task and length."""
 
     def __init__(self, folder: Path) -> None:
-        """Read ``table_*.json.gz``, ``shipped.json.gz``, ``ablation_4k.json``, ``text-*.json``."""
+        """Read tables (``table_*.json.gz``), and the studies of presets, heads and text."""
         self.cells: dict[tuple[Key, str, int], Cell] = {}
         for path in sorted(folder.glob("table_*.json.gz")):
             for cell in cells_of(json.loads(gzip.decompress(path.read_bytes()))):
                 self.cells[(policy_key(cell["policy"]), cell["task"], cell["length"])] = cell
         self.ablation = json.loads((folder / "ablation_4k.json").read_text())
-        presets = gzip.decompress((folder / "shipped.json.gz").read_bytes())
-        self.presets = cells_of(json.loads(presets))
+        self.presets, self.decode = (
+            cells_of(json.loads(gzip.decompress((folder / f"{name}.json.gz").read_bytes())))
+            for name in ("shipped", "decode")
+        )
         (text,) = folder.glob("text-*.json")
         self.text = json.loads(text.read_text())
 
@@ -52,23 +52,12 @@ class Results:
         return sorted({key[1] for key, _, n in self.cells if n == length and key[1]})
 
 
-def policy_key(policy: dict[str, Any]) -> Key:
-    """What tells two policies of the tables apart: its kind and its budget."""
-    return policy["kind"], 0 if policy["kind"] in ("dense", "window") else policy["budget"]
-
-
 def percent(cell: Cell | None) -> str:
-    """``98.5 (95.7-99.5)``: per cent exact and the 95 % Wilson interval; a dash if not measured."""
+    """``98 (93-99)``: per cent exact and the 95 % Wilson interval; a dash if not measured."""
     if cell is None:
         return "-"
     exact, low, high = (100 * cell[k] for k in ("exact", "low", "high"))
-    return f"{exact:.1f} ({low:.1f}-{high:.1f})"
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return f"{exact:.0f} ({low:.0f}-{high:.0f})"
 
 
 def dense_table(results: Results) -> str:
@@ -95,10 +84,11 @@ def budget_table(results: Results, length: int, tasks: Sequence[str]) -> str:
 
 
 def _tokens(key: Key, length: int) -> str:
-    """What a policy keeps: a share where the budget is a fifth of the context."""
+    """What a policy keeps: a share where the budget is a twentieth or a fifth of the context."""
     if key in (DENSE, WINDOW):
         return {DENSE: "all", WINDOW: "4 + 256"}[key]
-    return "20 %" if key[1] == round(length / 5) else str(key[1])
+    shares = {round(length / 20): "5 %", round(length / 5): "20 %"}
+    return shares.get(key[1], str(key[1]))
 
 
 def preset_table(cells: Sequence[Cell]) -> str:
@@ -120,11 +110,12 @@ def tables(results: Results) -> dict[str, str]:
         **{
             f"{name} {n // 1024}K": budget_table(results, n, tasks)
             for name, tasks in (("budgets", (*RULER_TASKS,)), ("reading", (*READING_TASKS,)))
-            for n in (4096, 8192, 16384)
+            for n in (4096, 8192, 16384, 32768)
         },
         "presets": preset_table(results.presets),
         "ablation": ablation_table(results),
         "text": text_study.table(results.text).rstrip(),
+        "decode": text_decode.table(results.decode).rstrip(),
     }
 
 

@@ -9,10 +9,12 @@ places in ``policies``. Of files without cells, each list of like objects become
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 Cell = dict[str, Any]
+Key = tuple[str, int]
 _NAMES = {"columns", "rows"}
 
 
@@ -75,6 +77,17 @@ def from_columns(content: Any) -> Any:
         return {key: from_columns(value) for key, value in content.items()}
     rows = ([from_columns(value) for value in row] for row in content["rows"])
     return [dict(zip(content["columns"], row, strict=True)) for row in rows]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def policy_key(policy: dict[str, Any]) -> Key:
+    """What tells two policies of the tables apart: its kind and its budget."""
+    return policy["kind"], 0 if policy["kind"] in ("dense", "window") else policy["budget"]
 
 
 def main() -> None:

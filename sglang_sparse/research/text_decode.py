@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_sparse.research.arguments import show_table, study_parser
-from sglang_sparse.research.card import markdown, policy_key
 from sglang_sparse.research.corpus.tokens import Ids, load, token_sizes
 from sglang_sparse.research.decode import Decoder
 from sglang_sparse.research.export import load as load_model
 from sglang_sparse.research.model import ReferenceModel
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.study import SELECTORS, part_rows, policies
+from sglang_sparse.research.tables import markdown, policy_key
 from sglang_sparse.tasks.encoding import BOS, FileEncoder
 
 _STRIDE = 4096

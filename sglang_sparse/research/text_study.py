@@ -95,7 +95,7 @@ def table(result: dict[str, Any]) -> str:
     rows = [*result["baselines"].items(), (f"model, windows of {WINDOW:,}", result["whole"])]
     rows += [(f"model, {int(n):,} tokens of context", v) for n, v in result["by_context"].items()]
     lines = ["| | bits a byte | perplexity a byte |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {bits:.3f} | {2**bits:.3f} |" for name, bits in rows]
+    lines += [f"| {name} | {bits:.4f} | {2**bits:.4f} |" for name, bits in rows]
     return "\n".join(lines) + "\n"
 
 

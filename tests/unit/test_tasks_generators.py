@@ -31,7 +31,9 @@ def test_prompt_and_answer_fit_and_ids_are_the_text(
     suite: TaskSuite, encoder: FileEncoder, task: str, length: int
 ) -> None:
     sample = suite.sample(task, length, seed=3, index=1)
-    assert 0.8 * length < len(sample.prompt_ids) + len(sample.answer_ids) <= length
+    # A word of a list comes a whole number of times, so a short list is shorter still.
+    least = 0.75 if task == "distant_words" else 0.8
+    assert least * length < len(sample.prompt_ids) + len(sample.answer_ids) <= length
     assert encoder.encode(sample.prompt) == sample.prompt_ids
     assert is_exact(sample, sample.answer)
 
@@ -117,9 +119,9 @@ def test_unknown_split_is_refused(encoder: FileEncoder) -> None:
         TaskSuite(encoder, "validation")
 
 
-def test_distant_words_stand_in_the_first_half_of_the_list_alone(heldout: TaskSuite) -> None:
+def test_distant_words_stand_in_the_first_half_of_the_list_alone(suite: TaskSuite) -> None:
     for length in (400, 1500, 4096):
-        for drawn in heldout.samples("distant_words", length, 6, seed=4):
+        for drawn in suite.samples("distant_words", length, 6, seed=4):
             words = drawn.content.split("\n\n")[0].split()
             counts = Counter(words)
             assert {*drawn.values} == {word for word, _ in counts.most_common(3)}

@@ -117,31 +117,6 @@ def test_the_page_says_what_the_raw_file_holds() -> None:
             assert f"| {points} ({low} to {high}) |" in page, row
 
 
-def test_the_page_says_what_prompts_of_4096_tokens_lose() -> None:
-    page, compared = page_and_rows("fp8-4096.json.gz")
-    lost = {
-        (row["arm"], row["than"]): "{} ({} to {})".format(
-            *(said(row[key]) for key in ("points", "low", "high"))
-        )
-        for row in compared
-        if row["tasks"] == "retrieval"
-    }
-    served = {"psa": " fp8", "sparcas": " int4", "psa_sketch": " int4", "kascade_sketch": " fp8"}
-    for name in fp8_study.PRESETS:
-        wide = lost[f"{name} in bf16", fp8_study.DENSE]
-        narrow = lost[f"{name}{served.get(name, '')}", fp8_study.BASE]
-        assert f"| `{name}` | {wide} | {narrow} |" in page
-
-
-def test_the_page_says_what_more_prompts_of_words_lose() -> None:
-    page, compared = page_and_rows("fp8-words.json.gz")
-    for row in compared:
-        points, low, high = (said(row[key]) for key in ("points", "low", "high"))
-        assert f" {points} ({low} to {high})" in page, row
-    # Dense, three for each preset, and two other budgets.
-    assert len(compared) == 1 + 3 * len(fp8_study.PRESETS) + 2
-
-
 def test_the_command_goes_on_and_compares_every_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,4 +28,4 @@ def test_the_command_measures_presets_beside_dense_and_prints_a_table(
     assert capsys.readouterr().out.endswith(table.read_text())
     head, _, row = table.read_text().splitlines()
     assert head == "| task | tokens | dense | sparcas | kascade |"
-    assert row.startswith("| passkey | 700 | 100.0 (")
+    assert row.startswith("| passkey | 700 | 100 (")

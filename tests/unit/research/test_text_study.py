@@ -115,4 +115,4 @@ def test_model_bits_are_cross_entropy_over_bytes_and_use_the_context() -> None:
     with pytest.raises(ValueError, match="no document has 2048"):
         study.by_context([document], (2048,))
     result = {"baselines": {"gzip -9": 2.0}, "whole": 1.0, "by_context": {"512": 1.5}}
-    assert "| gzip -9 | 2.000 | 4.000 |" in table(result)
+    assert "| gzip -9 | 2.0000 | 4.0000 |" in table(result)
