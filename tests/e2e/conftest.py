@@ -43,7 +43,7 @@ KEPT = {
 TILES = {"kind": "tile_topk", "fraction": 0.1, "min_tokens": 256}
 ALL_TILES = TILES | {"fraction": 1.0}
 # No head of the layer that reuses lists takes its own; of two ranks, each has what its heads take.
-WITHIN_RANKS = {"reuse": [{"layer": 3, "heads": [1, 0, 2, 2]}], "calibration": "uncalibrated"}
+WITHIN_RANKS = {"reuse": [{"layer": 3, "heads": [1, 0, 3, 3]}], "calibration": "uncalibrated"}
 FLOOR = {"budget": {"floor": 128}}
 MAPPED = FLOOR | {"min_sparse_tokens": 64, "prefill": TILES, "layers": WITHIN_RANKS}
 BLOCKS = {"kind": "block_bounds", "fraction": 0.5, "floor": 256, "min_tokens": 256}

@@ -22,7 +22,7 @@ TOKENS = 6
 # The layer that reuses lists, and the heads whose lists its heads take; on the first server, two
 # ranks have two each.
 REUSING = 3
-REUSED = {"kascade-mapped-ranks": (1, 0, 2, 2), "kascade": sharing()["head_maps"][REUSING]}
+REUSED = {"kascade-mapped-ranks": (1, 0, 3, 3), "kascade": sharing()["head_maps"][REUSING]}
 
 
 def answers_one_by_one(
