@@ -71,9 +71,7 @@ class GatedModel:
         self.geometry, self.tokenizer = loaded.geometry, loaded.tokenizer
         self._model: Any = loaded.model.requires_grad_(False)
         if self.device.type == "cuda":
-            # Only what a layer takes in is kept for the backward pass. There is no dropout.
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
-            self._model.train()
+            self.recompute_layers()
         self._gates: Tensor | None = None
         self._called: set[int] = set()
         self.hidden(torch.zeros((1, 2), dtype=torch.int64, device=self.device))
@@ -85,6 +83,11 @@ class GatedModel:
                 allowed="Llama- or Qwen-shaped models",
                 remedy="calibrate another model",
             )
+
+    def recompute_layers(self) -> None:
+        """Keep only what layers take in for the backward pass, which computes the rest anew."""
+        self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model.train()  # there is no dropout
 
     def ones(self) -> Tensor:
         """float32 [layers, KV heads], all 1."""
@@ -120,15 +123,15 @@ class GatedModel:
     def hidden(self, tokens: Tensor, gates: Tensor | None = None) -> Tensor:
         """fp32 [positions, width]: last hidden states at the end of a prompt, after the norm.
 
+        A backward pass through them comes before the next call: layers may be computed anew in it,
+        with the gates of the last call.
+
         Args:
             tokens: int64 [1, N].
             gates: [layers, KV heads]; 1 for all if None.
         """
         self._gates = gates
-        try:
-            states = self._model.base_model(tokens, use_cache=False).last_hidden_state
-        finally:
-            self._gates = None
+        states = self._model.base_model(tokens, use_cache=False).last_hidden_state
         judged: Tensor = states[0, -JUDGED:].float()
         return judged
 

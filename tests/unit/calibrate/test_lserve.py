@@ -141,6 +141,25 @@ def test_every_finder_finds_a_planted_head(planted: tuple[int, int], rest: float
         assert (training.gates[others] < training.gates[planted] - 0.3).all()
 
 
+def test_slopes_are_the_same_where_the_backward_pass_computes_layers_anew() -> None:
+    """As it does on a GPU."""
+    ids = torch.randint(300, 2000, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()
+
+    def slopes(model: GatedModel) -> torch.Tensor:
+        return log_odds_slopes(model, ids, torch.Generator().manual_seed(1))
+
+    kept, anew = (GatedModel(str(MODEL), "cpu", sink=SINK, local=LOCAL) for _ in range(2))
+    anew.recompute_layers()
+    wanted = slopes(kept)
+    assert (wanted > 0).any()
+    torch.testing.assert_close(slopes(anew), wanted)
+    training = [GateTraining.start(model, steps=3, l1=0.1) for model in (kept, anew)]
+    for model, one in zip((kept, anew), training, strict=True):
+        for _ in range(2):
+            one.advance(model, ids)
+    torch.testing.assert_close(training[1].gates, training[0].gates)
+
+
 def test_gates_are_those_of_torchs_adamw() -> None:
     model = load_once(SINK, LOCAL)
     ids = [prompt(200, seed) for seed in range(2)]
