@@ -64,10 +64,19 @@ def test_two_ranks_answer_as_one_does(
     one, two = (server(f"sparcas-fp8{ranks}") for ranks in ("", "-ranks"))
     for asked in ({}, {"custom_params": {"sparse": {"budget": 256}}}):
         want, got = ask(one, prompts, **asked), ask(two, prompts, **asked)
-        assert [tokens for tokens, _ in got] == [tokens for tokens, _ in want]
-        for (_, some), (_, others) in zip(got, want, strict=True):
-            # Sums over ranks have another order, so some of a prompt's many keys round otherwise.
-            assert some == pytest.approx(others, abs=change / 4)
+        parted = 0
+        for (tokens, some), (wanted, others) in zip(got, want, strict=True):
+            # Sums over ranks have another order, so some of a prompt's many keys round otherwise,
+            # and so does their sketch: less than if all keys are rounded. Answers may part where
+            # two tokens are as likely to within that, and then go their way: the larger of two
+            # logits that each move by so much moves by no more.
+            apart = [
+                i for i, pair in enumerate(zip(tokens, wanted, strict=True)) if len({*pair}) > 1
+            ]
+            until = apart[0] + 1 if apart else TOKENS
+            parted += bool(apart)
+            assert some[:until] == pytest.approx(others[:until], abs=change)
+        assert parted <= 1
     state = two.sparse_state()
     assert (state["kv_cache_dtype"], len(state["ranks"])) == ("fp8_e4m3", 2)
     assert "int4" in state["plane_dtypes"].values()
