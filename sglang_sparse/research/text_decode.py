@@ -77,8 +77,8 @@ def measure(
 def cell(loss: Tensor, dense: Tensor, sizes: Tensor) -> dict[str, float]:
     """Bits a byte, and how many more than dense, with the half width of its 95 % interval.
 
-    ``loss`` and ``dense`` are in nats and ``sizes`` in bytes, ``[rows]``. The interval is the normal
-    one of a ratio of sums, and takes rows as independent, though contexts may overlap.
+    ``loss`` and ``dense`` are in nats and ``sizes`` in bytes, ``[rows]``. The interval is the
+    normal one of a ratio of sums, and takes rows as independent, though contexts may overlap.
     """
     total = float(sizes.sum())
     more = (loss - dense) / math.log(2)
