@@ -66,16 +66,14 @@ def test_two_ranks_answer_as_one_does(
         want, got = ask(one, prompts, **asked), ask(two, prompts, **asked)
         parted = 0
         for (tokens, some), (wanted, others) in zip(got, want, strict=True):
-            # Sums over ranks have another order, so some of a prompt's many keys round otherwise,
-            # and so does their sketch: less than if all keys are rounded. Answers may part where
-            # two tokens are as likely to within that, and then go their way: the larger of two
-            # logits that each move by so much moves by no more.
-            apart = [
-                i for i, pair in enumerate(zip(tokens, wanted, strict=True)) if len({*pair}) > 1
-            ]
-            until = apart[0] + 1 if apart else TOKENS
+            # Sums over ranks have another order, so some of a prompt's many keys round otherwise.
+            # Where two tokens are about as likely answers part, and then go their way; by less than
+            # if all keys are rounded.
+            apart = [i for i in range(TOKENS) if tokens[i] != wanted[i]]
+            until = apart[0] if apart else TOKENS
             parted += bool(apart)
-            assert some[:until] == pytest.approx(others[:until], abs=change)
+            assert some[:until] == pytest.approx(others[:until], abs=change / 4)
+            assert some[: until + 1] == pytest.approx(others[: until + 1], abs=change)
         assert parted <= 1
     state = two.sparse_state()
     assert (state["kv_cache_dtype"], len(state["ranks"])) == ("fp8_e4m3", 2)
