@@ -200,8 +200,13 @@ class CascadeDecoder:
         return self.replies([prompt], tokens)[0]
 
     @torch.no_grad()
-    def replies(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """Greedy tokens after each of up to as many prompts as there are slots."""
+    def replies(
+        self, prompts: Sequence[Sequence[int]], tokens: int, end: int | None = None
+    ) -> list[list[int]]:
+        """Greedy tokens after each of up to as many prompts as there are slots.
+
+        With ``end`` a reply stops before that token, and decoding where all have stopped.
+        """
         self.reset()
         hidden = self.feed_all(prompts)
         said: list[list[int]] = [[] for _ in prompts]
@@ -209,6 +214,7 @@ class CascadeDecoder:
             last = self.model.logits(torch.stack([one[-1] for one in hidden])).argmax(-1).tolist()
             for one, token in zip(said, last, strict=True):
                 one.append(token)
-            if step + 1 < tokens:
-                hidden = self.feed_all([[token] for token in last])
-        return said
+            if step + 1 == tokens or all(end in one for one in said):
+                break
+            hidden = self.feed_all([[token] for token in last])
+        return [one[: one.index(end)] if end in one else one for one in said]

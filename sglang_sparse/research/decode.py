@@ -121,8 +121,8 @@ class Decoder:
         return computed if self.kv_dtype is None else computed.to(self.kv_dtype).to(self.dtype)
 
     def _ends(self, policy: Policy, keys: Tensor, lengths: Tensor) -> Planes:
-        """Planes of pages ``[B, G, pages, D]`` of ``keys [B, G, L, D]``, as they are kept."""
-        low, high = PLANES[policy.kind](keys, lengths, policy.page)
+        """Planes ``[B, G, logical pages, D]`` of ``keys [B, G, L, D]``, as they are kept."""
+        low, high = PLANES[policy.kind](keys, lengths, policy.logical_page)
         if self.plane_dtype is None:
             return low, high
         # No fp8 number is infinite, as the ends of empty pages are.
@@ -188,7 +188,7 @@ class Decoder:
         """Take what ``policy`` scores the prompts with, for each layer; it is made once."""
         self.planes, self.sketch, self.channels, self.steps = [], [], {}, 0
         if policy.kind in PLANES:
-            key = (policy.kind, policy.page, self.plane_dtype)
+            key = (policy.kind, policy.logical_page, self.plane_dtype)
             if key not in self._prefix_planes:
                 made = [self._ends(policy, k, self.prompt_lengths) for k in self.k]
                 self._prefix_planes[key] = made
@@ -233,7 +233,7 @@ class Decoder:
             if self.imposed is not None:
                 mask = self.imposed.get(index, mask)
             if cut is not None:
-                mask = mask & (window[:, None] | ~cut[index][None, :, None])
+                mask = torch.where(cut[index][None, :, None], window[:, None], mask)
             kept.append(mask.sum(-1).double().mean(1))
             if self.shares is not None and sparse:
                 self.shares.append(kept_share(q, cache.k, now, mask))
@@ -255,10 +255,11 @@ class Decoder:
         return self.channels[layer]
 
     def _update(self, planes: Planes, policy: Policy, index: int, rows: Tensor, at: Tensor) -> None:
-        """Make the page of position ``at`` of each row anew."""
-        page = at // policy.page
-        slots = (page * policy.page)[:, None] + torch.arange(policy.page, device=self.device)
+        """Make the logical page of position ``at`` of each row anew."""
+        size = policy.logical_page
+        page = at // size
+        slots = (page * size)[:, None] + torch.arange(size, device=self.device)
         keys = self.k[index][rows[:, None], :, slots].transpose(1, 2)  # [B, G, page, D]
-        ends = self._ends(policy, keys, at % policy.page + 1)
+        ends = self._ends(policy, keys, at % size + 1)
         for plane, end in zip(planes, ends, strict=True):
             plane[rows, :, page] = end[:, :, 0]

@@ -23,10 +23,8 @@ from sglang_sparse.research.study import Study
 from sglang_sparse.tasks import RULER_TASKS, TASKS, FileEncoder, wilson
 
 
-def masks_of(config: SparseConfig, kv_heads: int, seed: int) -> dict[str, Tensor]:
-    """Heads that stream in each arm, bool ``[layers, kv_heads]``: none, the preset's, random ones.
-
-    Layers that attend to everything have none of the preset's.
+def streaming_heads(config: SparseConfig, kv_heads: int) -> Tensor:
+    """Heads that stream, bool ``[layers, kv_heads]``; none in layers that attend to everything.
 
     Raises:
         ValueError: no head of ``config`` streams.
@@ -37,6 +35,22 @@ def masks_of(config: SparseConfig, kv_heads: int, seed: int) -> dict[str, Tensor
     for layer, heads in enumerate(config.heads.streaming):
         role = config.layers.role(layer)
         found[layer, list(heads)] = role.selects or role.source is not None
+    return found
+
+
+def window_of(config: SparseConfig) -> Policy:
+    """What the heads that stream attend to; the current token is the last of the local ones."""
+    sink, local = config.heads.window
+    return Policy("window", budget=sink + local, sink=sink, recent=local)
+
+
+def masks_of(config: SparseConfig, kv_heads: int, seed: int) -> dict[str, Tensor]:
+    """Heads that stream in each arm, bool ``[layers, kv_heads]``: none, the preset's, random ones.
+
+    Raises:
+        ValueError: as :func:`streaming_heads`.
+    """
+    found = streaming_heads(config, kv_heads)
     return {"dense": torch.zeros_like(found), "found": found, **drawn_heads(found, seed)}
 
 
@@ -95,14 +109,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load(args.model).to(device).eval()
     masks = masks_of(config, model.config.kv_heads, args.seed)
-    assert isinstance(config.heads, StreamingHeads)
-    sink, local = config.heads.window
+    window = window_of(config)
     study = Study(model, FileEncoder(args.model), args.count, args.seed)
-    study.result["window"] = {"sink": sink, "local": local}
+    study.result["window"] = {"sink": window.sink, "local": window.recent}
     study.result["streaming"] = {arm: int(mask.sum()) for arm, mask in masks.items()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     study.out = args.out
-    window = Policy("window", budget=sink + local, sink=sink, recent=local)
     for length in args.lengths:
         for task in args.tasks:
             found = measure(study, masks, window, task, length)

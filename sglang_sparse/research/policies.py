@@ -32,6 +32,9 @@ class Policy:
             most that are kept, beside a page that the current token begins.
         sink, recent: Always kept.
         channels: Channels that SparCas scores with, for each KV head.
+        page: With a page kind, tokens that are chosen together.
+        logical: Tokens of the logical pages whose largest score is a page's (LServe, section
+            3.5.2); 0 for the page itself.
         reduce: How a group's scores become one: the largest logit or the sum of logits.
         storage: Format of SparCas' copy of K; integers have a scale for each token and head.
         refresh: For each layer, steps from one choice of SparCas' channels to the next, beginning
@@ -58,6 +61,7 @@ class Policy:
     recent: int = 32
     channels: int = 16
     page: int = 16
+    logical: int = 0
     reduce: Reduce = "max"
     storage: Storage = "fp8"
     refresh: tuple[int, ...] = ()
@@ -79,11 +83,18 @@ class Policy:
             )
         if self.epsilon and self.kind not in ("sparcas", *PLANES):
             raise ValueError(f"policy {self.kind!r} has no scores to reach a share by")
+        if self.page % self.logical_page or (self.logical and self.kind not in PLANES):
+            raise ValueError(f"no {self.kind!r} page of {self.page} is of pages of {self.logical}")
 
     @property
     def unit(self) -> int:
         """Tokens that are chosen together."""
         return self.page if self.kind in PLANES else 1
+
+    @property
+    def logical_page(self) -> int:
+        """Tokens that planes have one entry for."""
+        return self.logical or self.page
 
 
 WINDOW = Policy("window", budget=260, sink=4, recent=256)
@@ -232,10 +243,11 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
     if policy.kind == "oracle":
         scores = pooled_scores(policy, q, cache, lengths)
         return keep_best(scores, always, valid, policy.budget)
-    by_head, unit = _unit_scores(policy, q, cache, lengths), policy.unit
+    by_head, unit = _head_scores(policy, q, cache, lengths), policy.unit
     scores = _reduced(policy, by_head)
     if policy.epsilon:
-        mass, held = unit_masses(q, k, valid, unit, by_head, policy.margin or 0.0)
+        bounds = _joined(policy, by_head)
+        mass, held = unit_masses(q, k, valid, unit, bounds, policy.margin or 0.0)
         chosen = progressive(policy, scores, mass, held, always, valid)
     else:
         forced, live = _by_unit(always, unit), _by_unit(valid, unit)
@@ -246,20 +258,29 @@ def attend_mask(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Ten
 def pooled_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
     """``[B, G, units]``: the scores that a list of each KV head follows from."""
     if policy.kind != "oracle":
-        return _reduced(policy, _unit_scores(policy, q, cache, lengths))
+        return _reduced(policy, _head_scores(policy, q, cache, lengths))
     scores = oracle_scores(q, cache.k, lengths)
     return scores.mean(1, keepdim=True).expand_as(scores) if policy.pool == "heads" else scores
 
 
 def _reduced(policy: Policy, by_head: Tensor) -> Tensor:
-    """A group's scores ``[B, G, group, units]`` as one, ``[B, G, units]``."""
-    return by_head.amax(2) if policy.reduce == "max" else by_head.sum(2)
+    """A group's scores, of :func:`_head_scores`, as one of each unit, ``[B, G, units]``."""
+    return _joined(policy, by_head.amax(2) if policy.reduce == "max" else by_head.sum(2))
 
 
-def _unit_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
-    """``[B, G, group, units]``: each query head's scores."""
+def _joined(policy: Policy, scores: Tensor) -> Tensor:
+    """``[..., units]``: the largest of each unit's ``scores [..., logical pages]``."""
+    if not policy.logical:
+        return scores
+    pages = policy.page // policy.logical
+    padded = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % pages), value=-torch.inf)
+    return padded.unflatten(-1, (-1, pages)).amax(-1)
+
+
+def _head_scores(policy: Policy, q: Tensor, cache: Cache, lengths: Tensor) -> Tensor:
+    """``[B, G, group, n]``: each query head's scores of all tokens, or of all logical pages."""
     if policy.kind in PLANES:
-        planes = cache.planes or PLANES[policy.kind](cache.k, lengths, policy.page)
+        planes = cache.planes or PLANES[policy.kind](cache.k, lengths, policy.logical_page)
         return page_scores(q, planes)
     sketch = stored(cache.k, policy.storage) if cache.sketch is None else cache.sketch
     chosen = cache.channels

@@ -14,6 +14,7 @@ import torch
 
 from sglang_sparse.config import (
     Anchors,
+    EveryLayer,
     Exact,
     FirstDense,
     KeySketch,
@@ -21,6 +22,7 @@ from sglang_sparse.config import (
     PageMean,
     PageMinMax,
     SparseConfig,
+    StreamingHeads,
     load_preset,
 )
 from sglang_sparse.research.arguments import preset_study_parser, show_table
@@ -47,20 +49,31 @@ def policy_of(config: SparseConfig) -> Policy:
     Raises:
         ValueError: no policy is what the config says.
     """
+    if isinstance(config.heads, StreamingHeads):
+        raise ValueError(f"no policy has heads of two kinds: {config.heads}")
+    return selecting_policy(config)
+
+
+def selecting_policy(config: SparseConfig) -> Policy:
+    """The same of the heads that select; ``heads_study`` says what the others see.
+
+    Raises:
+        ValueError: no policy is what the config says of them.
+    """
     score, budget, layers = config.score, config.budget, config.layers
     fresh = not isinstance(score, KeySketch) or score.refresh_every == 1
-    plain = isinstance(layers, FirstDense) and config.cadence.every == 1 and fresh
+    plain = isinstance(layers, FirstDense | EveryLayer) and config.cadence.every == 1 and fresh
     most, fraction = budget.list_size
     if not plain or fraction or not isinstance(score, KeySketch | PageMinMax | PageMean):
         raise ValueError(f"no policy has {layers}, {score}, {budget} and {config.cadence}")
-    assert isinstance(layers, FirstDense)
     own: dict[str, Any] = {}
     if isinstance(budget, MassBudget):
         margin = budget.margin if budget.estimator == "scored" else None
         own = {"epsilon": budget.epsilon, "microbatch": budget.microbatch, "margin": margin}
         own |= {"share": budget.share}
     tokens = most + (1 if config.unit == 1 else 0)
-    return Policy(budget=tokens, dense_layers=layers.n, **scoring(config), **own)
+    dense = layers.n if isinstance(layers, FirstDense) else 0
+    return Policy(budget=tokens, dense_layers=dense, **scoring(config), **own)
 
 
 def policy_at(config: SparseConfig, length: int) -> Policy:
@@ -94,7 +107,8 @@ def scoring(config: SparseConfig) -> dict[str, Any]:
     assert isinstance(score, KeySketch | PageMinMax | PageMean)
     own["reduce"] = score.reduce
     if not isinstance(score, KeySketch):
-        return own | {"page": config.unit}
+        joined = config.unit > score.logical_page
+        return own | {"page": config.unit, "logical": score.logical_page if joined else 0}
     # Rows are in 16 bits, beside which `auto` is fp8.
     storage = "fp8" if score.storage == "auto" else score.storage
     return own | {"channels": score.channels, "storage": storage}

@@ -45,6 +45,19 @@ def test_up_to_what_is_held_the_model_attends_to_everything(model: ReferenceMode
     assert not torch.allclose(CascadeDecoder(model, SHAPE, AVERAGE).feed(IDS)[-1], longer[-1])
 
 
+def test_replies_stop_before_the_end_token(model: ReferenceModel) -> None:
+    prompts = [IDS, IDS[:70], IDS[3:52]]
+    decoder = CascadeDecoder(model, SHAPE, AVERAGE, slots=3)
+    whole = decoder.replies(prompts, 6)
+    ends = {token for one in whole for token in one}
+    for end in ends:
+        cut = [one[: one.index(end)] if end in one else one for one in whole]
+        assert decoder.replies(prompts, 6, end) == cut
+        steps = max(min(len(one) + 1, 6) for one in cut)
+        assert decoder.lengths == [len(prompt) + steps - 1 for prompt in prompts]
+    assert len(ends) > 1
+
+
 @pytest.mark.parametrize("scored", [True, False])
 def test_what_was_fed_before_does_not_matter_nor_how(model: ReferenceModel, scored: bool) -> None:
     decoder = CascadeDecoder(model, SHAPE, AVERAGE, scored=scored)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study's policies against the kernels' references, and what every policy must keep."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 import torch
 from error_budget import attention_difference
@@ -17,6 +20,7 @@ from sglang_sparse.research.policies import (
     kept_share,
     page_means,
     page_planes,
+    pooled_scores,
     stored,
 )
 from sglang_sparse_kernels import (
@@ -92,10 +96,11 @@ def bare(scores: torch.Tensor) -> Scores:
 
 
 def reference_output(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, unit: int
-) -> torch.Tensor:
-    plan = plan_of(KEPT // unit)
-    indices = torch.zeros(ROWS, GROUPS, KEPT // unit, dtype=torch.int32)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: torch.Tensor, unit: int,
+    kept: int = KEPT,
+) -> torch.Tensor:  # fmt: skip
+    plan = plan_of(kept // unit)
+    indices = torch.zeros(ROWS, GROUPS, kept // unit, dtype=torch.int32)
     counts = torch.zeros(ROWS, GROUPS, dtype=torch.int32)
     lists = Lists(indices, counts, plan.request_slots, unit)
     select_topk_reference(bare(scores), plan, lists, always=ALWAYS)
@@ -132,22 +137,53 @@ def test_sparcas_equals_the_kernels_references(step, reduce: str) -> None:
     )
 
 
+# Pages alone, and units of four logical pages (`score.select`).
+@pytest.mark.parametrize(("unit", "kept"), [(PAGE, KEPT), (64, 256)])
 @pytest.mark.parametrize("reduce", ["max", "sum"])
-def test_page_minmax_equals_the_kernels_references(step, reduce: str) -> None:
+def test_page_minmax_equals_the_kernels_references(step, reduce: str, unit: int, kept: int) -> None:
     q, k, v = step
     lengths = torch.full((ROWS,), LENGTH)
     low, high = page_planes(k, lengths, PAGE)
     scores = torch.zeros(ROWS, GROUPS, LENGTH)
     page_minmax_score_reference(
-        q, cuboids(low, high), plan_of(8), unit=PAGE, reduce=reduce, out=bare(scores)
+        q, cuboids(low, high), plan_of(8), unit=unit, reduce=reduce, out=bare(scores)
     )
-    expected = reference_output(q, k, v, scores, unit=PAGE)
-    policy = Policy("page_minmax", KEPT, SINK, RECENT + 1, reduce=reduce)
+    expected = reference_output(q, k, v, scores, unit, kept)
+    logical = PAGE if unit > PAGE else 0
+    policy = Policy(
+        "page_minmax", kept, SINK, RECENT + 1, page=unit, logical=logical, reduce=reduce
+    )
     cache = Cache(k, v)
     mask = attend_mask(policy, q, cache, lengths)
+    if logical:
+        # The bounds of whole pages would choose others.
+        whole = attend_mask(replace(policy, logical=0), q, cache, lengths)
+        assert not torch.equal(mask, whole)
     torch.testing.assert_close(
         attend(q, cache, mask), expected, rtol=0, atol=attention_difference(q, k, v, SOFTMAX.scale)
     )
+
+
+@pytest.mark.parametrize("kind", ["page_minmax", "page_mean"])
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_a_page_scores_as_the_best_of_its_logical_pages(step, reduce: str, kind: Kind) -> None:
+    q, k, v = step
+    lengths, policy = torch.tensor([LENGTH, 130]), Policy(kind, page=64, logical=16, reduce=reduce)
+    found = pooled_scores(policy, q, Cache(k, v), lengths)
+    assert found.shape == (ROWS, GROUPS, 7)
+    planes = {"page_minmax": page_planes, "page_mean": page_means}[kind](k, lengths, 16)
+    queries, pool = q.view(ROWS, GROUPS, 2, DIM), {"max": max, "sum": sum}[reduce]
+    for row, head, page in product(range(ROWS), range(GROUPS), range(7)):
+        best = -torch.inf
+        for part in range(4 * page, 4 * page + 4):
+            if part * 16 >= lengths[row]:
+                continue
+            low, high = (ends[row, head, part] for ends in planes)
+            heads = [
+                float(torch.maximum(one * low, one * high).sum()) for one in queries[row, head]
+            ]
+            best = max(best, pool(heads))
+        assert float(found[row, head, page]) == pytest.approx(best, rel=1e-5)
 
 
 def test_page_means_are_the_kernels_digests(step) -> None:
@@ -273,6 +309,9 @@ def test_bad_policies_are_refused() -> None:
         Policy("oracle", 40)
     with pytest.raises(ValueError, match="'oracle' has no scores to reach a share by"):
         Policy("oracle", epsilon=0.9)
+    for kind, page in (("page_minmax", 40), ("sparcas", 64)):
+        with pytest.raises(ValueError, match=f"no '{kind}' page of {page} is of pages of 16"):
+            Policy(kind, page=page, logical=16)
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8", "int4", "bf16"])

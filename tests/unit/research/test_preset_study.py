@@ -51,7 +51,7 @@ def test_the_committed_table_is_that_of_the_committed_cells_and_of_todays_preset
 
 
 @pytest.mark.parametrize(
-    ("model", "preset"), [("reference", "kascade"), ("generic", "sparcas"), ("generic", "psa")]
+    ("model", "preset"), [("reference", "kascade"), ("reference", "lserve"), ("generic", "sparcas")]
 )
 def test_what_no_policy_is_cannot_be_measured(model: str, preset: str) -> None:
     with pytest.raises(ValueError, match="no policy has"):
@@ -74,6 +74,12 @@ def test_the_command_measures_and_prints_a_table(
     assert 28 <= touched["psa_sketch"] < touched["psa"] < touched["dense"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["rows"]["psa"]["cells"][0]["task"] == "passkey"
+
+
+def test_lserves_heads_that_select_are_measured_as_they_are_shipped() -> None:
+    assert preset_study.selecting_policy(load_preset("reference", "lserve")) == Policy(
+        "page_minmax", budget=512, sink=16, recent=33, page=64, logical=16, dense_layers=0
+    )
 
 
 @pytest.mark.parametrize("name", ["kascade", "kascade_sketch"])
