@@ -62,7 +62,7 @@ def find_sources(
     code = torch.where(whole > 0, code, -1)
     position = torch.arange(ids.shape[1], device=ids.device)
     start = (position[None] + 1 - run).clamp(0, ids.shape[1] - 1)
-    eligible = (kinds == 2) & (_ahead(is_digit, 1) > 0) & (code.gather(1, start) >= 0)
+    eligible = (kinds >= 2) & (_ahead(is_digit, 1) > 0) & (code.gather(1, start) >= 0)
     chance = torch.rand(ids.shape, device=ids.device) * eligible
     query = chance.topk(places, dim=1).indices
     usable = eligible.gather(1, query)

@@ -130,9 +130,10 @@ class Stepper:
         normed = model.model.norm(hidden.view(-1, hidden.shape[-1]))
         targets = torch.roll(self.ids, -1, dims=1).view(-1)
         losses, right = Losses.tokens(normed, model.model.embed_tokens.weight, targets)
-        answer = (self.kinds.view(-1) == 2).float()
+        answer = (self.kinds.view(-1) >= 2).float()
+        weight = answer * (self.kinds.view(-1) - 1)
         text = (self.kinds.view(-1) == 1).float()
-        answer_loss = (losses * answer).sum() / answer.sum().clamp_min(1)
+        answer_loss = (losses * weight).sum() / weight.sum().clamp_min(1)
         text_loss = (losses * text).sum() / text.sum().clamp_min(1)
         spread = read = torch.zeros_like(text_loss)
         if trace is not None and self.digit_of is not None:

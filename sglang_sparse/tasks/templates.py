@@ -36,7 +36,7 @@ your
 _COMMON = _COMMON_WORDS.split()
 _PLAIN_SHARE = 0.75
 # Share of plain sentences that get other nouns, and share of their nouns.
-_EXCHANGED, _EXCHANGED_NOUNS = 0.4, 0.6
+_EXCHANGED, _EXCHANGED_NOUNS = 0.5, 0.7
 _NOUN = re.compile(r"\b((?i:the|an?|this|that|his|her|their|our|my)) ([a-z]{3,})\b")
 
 

@@ -100,7 +100,7 @@ def test_the_tasks_own_filler_is_not_learnt(rows: RowMaker) -> None:
     kinds = rows.batch(seed=3, batch=24, length=512).kinds
     learnt = (kinds == 1).any(1)
     assert 0 < learnt.sum() < 24
-    assert (kinds == 2).any(1).all()
+    assert (kinds >= 2).any(1).all()
 
 
 @pytest.mark.parametrize("length", [256, 512, 1024, 4096])
@@ -155,7 +155,12 @@ def test_sources_are_where_the_digit_was_first_said(encoder: FileEncoder, rows: 
     digit_of = torch.full((2048,), -1)
     for digit in range(10):
         digit_of[encoder.token_id(str(digit))] = digit
-    query, source, slot, usable = find_sources(ids, kinds, digit_of, 16)
+    found = []
+    for weighted in (kinds.clamp_max(2), torch.where(kinds > 1, 17, kinds)):
+        torch.manual_seed(1)
+        found.append(find_sources(ids, weighted, digit_of, 16))
+    assert all(map(torch.equal, *found))  # whatever an answer weighs
+    query, source, slot, usable = found[0]
     assert usable.float().mean() > 0.2  # a third of the answers are numbers
     assert (source < query)[usable].all()
     assert torch.equal(ids.gather(1, source)[usable], ids.gather(1, query + 1)[usable])
