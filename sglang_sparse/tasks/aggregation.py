@@ -88,9 +88,8 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
             parts = (person, noun("place", place))
             text = say(statement(rng, split, VISITS), *parts)
             needles.append(Needle(text, float(depth), parts=parts))
-        # Numbered, each place behind its person: one is looked up at a time.
-        told = (f"{person} was in {noun('place', place)}." for place in places)
-        answer = " ".join(f"{number}. {fact}" for number, fact in enumerate(told, 1))
+        # Each place behind its person, so that one is looked up at a time.
+        answer = " ".join(f"{person} was in {noun('place', place)}." for place in places)
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
         questions.append(
             Question("collect", prompt, answer, tuple(places), "place", parts=(person,))
