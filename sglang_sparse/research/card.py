@@ -146,27 +146,6 @@ def ablation_table(results: Results) -> str:
     return markdown(head, rows)
 
 
-def draw_ablation(results: Results, path: Path) -> None:
-    """Heat map of :func:`drops`."""
-    from matplotlib.figure import Figure
-
-    by_layer, by_head = drops(results)
-    grid = [[layer, *heads] for layer, heads in zip(by_layer, by_head, strict=True)]
-    figure = Figure(figsize=(5, 4), dpi=90, layout="constrained")
-    axes = figure.subplots()
-    image = axes.imshow(grid, cmap="magma_r", vmin=0, vmax=100, aspect="auto")
-    axes.set_xticks(range(len(grid[0])), ["layer", *(f"head {j}" for j in range(len(grid[0]) - 1))])
-    axes.set_yticks(range(len(grid)), [f"layer {i}" for i in range(len(grid))])
-    for i, row in enumerate(grid):
-        for j, value in enumerate(row):
-            axes.text(
-                j, i, f"{value:.0f}", ha="center", va="center", color="w" if value > 50 else "k"
-            )
-    axes.set_title("Points lost when cut to the window (4K needles)", fontsize=10)
-    figure.colorbar(image, ax=axes)
-    figure.savefig(path)
-
-
 def draw_budgets(results: Results, path: Path) -> None:
     """Mean accuracy over the budget at 4K and 8K: older tasks above, reading tasks below."""
     from matplotlib.figure import Figure
@@ -219,7 +198,6 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("configs/reference/model"))
     folder = parser.parse_args().model
     results = Results(folder / "study")
-    draw_ablation(results, folder / "study" / "ablation.png")
     draw_budgets(results, folder / "study" / "budgets.png")
     path = folder / "README.md"
     path.write_text(fill(path.read_text(), tables(results)))
