@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures all that the repository says of the reference model: every study, side by side.
+"""Runs the studies of the reference model's card, presets and calibrations side by side.
 
 ``python -m sglang_sparse.research.measure --corpus tokens.xz --out build/studies``
 
 Each study is a process of its own, and a GPU has several at a time. Results and logs go to
 ``--out``; those that ended there are not measured again. ``research.publish`` puts them into the
 repository. Of a new model, calibrate first (``--only kascade lserve gates``), and copy the presets
-that came of it to ``configs/reference``: the other studies measure what lies there.
+that came of it to ``configs/reference``: the other studies measure what lies there. Sweeps that
+presets were chosen by (``mass_study``, ``host_frames``, ``prefix_lists``) are not among them.
 """
 
 import argparse

@@ -229,7 +229,7 @@ class RowMaker:
         return ids, spans
 
     def _problem(self, rng: np.random.Generator, length: int) -> Problem:
-        """One word task, one dialogue, or several tasks whose needles share the context."""
+        """A list, a dialogue or one reading task alone, or several that share the context."""
         if rng.random() < _WORD_TASK_SHARE and length <= _WORD_TASK_TOKENS:
             name = "common_words" if rng.random() < 0.4 else "frequent_words"
             return TASKS[name](rng, "train", length)

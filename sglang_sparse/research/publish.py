@@ -22,11 +22,6 @@ Table = dict[str, Any]
 _LENGTHS = ("4k", "8k", "16k", "32k")
 
 
-def _cells(table: Table) -> Table:
-    """A study's result without what it did not measure."""
-    return pack({key: value for key, value in table.items() if value != []})
-
-
 def _columns(table: Table) -> Table:
     packed: Table = by_columns(table)
     return packed
@@ -38,17 +33,17 @@ def _as_it_is(table: Table) -> Table:
 
 # In the folder of the reference model's presets: which study's result, and how it is stored.
 FILES: dict[str, tuple[str, Callable[[Table], Table]]] = {
-    **{f"model/study/table_{n}.json.gz": (f"table_{n}", _cells) for n in _LENGTHS},
+    **{f"model/study/table_{n}.json.gz": (f"table_{n}", pack) for n in _LENGTHS},
     "model/study/ablation_4k.json": ("ablation_4k", _as_it_is),
-    "model/study/decode.json.gz": ("decode", _cells),
+    "model/study/decode.json.gz": ("decode", pack),
     "psa-report/presets/presets.json.gz": ("presets", _columns),
-    "kascade-report/accuracy.json.gz": ("accuracy", _cells),
+    "kascade-report/accuracy.json.gz": ("accuracy", pack),
     "cascade-report/passkeys.json.gz": ("passkeys", _as_it_is),
     "cascade-report/texts.json.gz": ("texts", _as_it_is),
     "cascade-report/decode.json.gz": ("cascade_decode", _as_it_is),
     "fp8-report/fp8.json.gz": ("fp8", _as_it_is),
     "sparcas-report/refresh.json.gz": ("refresh", _as_it_is),
-    "lserve-report/arms.json.gz": ("arms", _cells),
+    "lserve-report/arms.json.gz": ("arms", pack),
 }
 COPIED = {"psa-report/presets/table.md": "presets.md"}
 
@@ -89,14 +84,17 @@ def publish(studies: Path, reference: Path, source: dict[str, str]) -> list[str]
 
     def result(name: str) -> Table | None:
         path = studies / f"{name}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text())
+        return {key: value for key, value in found.items() if value != []}  # measured, that is
 
     for name, (study, how) in FILES.items():
         if (found := result(study)) is not None:
             store(name, how(found))
     shipped = [found for n in _LENGTHS if (found := result(f"shipped_{n}")) is not None]
     if len(shipped) == len(_LENGTHS):
-        store("model/study/shipped.json.gz", _cells(joined(shipped)))
+        store("model/study/shipped.json.gz", pack(joined(shipped)))
     if (text := result("text")) is not None:
         for old in (reference / "model" / "study").glob("text-*.json"):
             old.unlink()

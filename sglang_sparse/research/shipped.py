@@ -24,7 +24,7 @@ from sglang_sparse.research.heads_study import streaming_heads, window_of
 from sglang_sparse.research.policies import Policy
 from sglang_sparse.research.preset_study import MODEL, policy_at, selecting_policy
 from sglang_sparse.research.study import Study
-from sglang_sparse.tasks import TASKS, FileEncoder, Sample, is_exact, wilson
+from sglang_sparse.tasks import TASKS, FileEncoder, Sample, is_exact
 
 PRESETS = (
     "page_minmax", "sparcas", "kascade", "kascade_sketch", "psa", "psa_sketch", "lserve", "cascade",
@@ -91,16 +91,12 @@ def cascading(study: Study, config: SparseConfig) -> Arm:
 
 def measure(study: Study, arms: dict[str, Arm], task: str, length: int) -> list[float]:
     """Share of exact replies of each arm over the same prompts; cells go into ``study.result``."""
-    parts, found = study.prepare(task, length), []
-    for name, arm in arms.items():
-        right = arm.right(parts)
-        low, high = wilson(right, study.count)
-        found.append(right / study.count)
-        study.result["cells"].append(
-            {"task": task, "length": length, "policy": arm.policy, "count": study.count,
-             "exact": found[-1], "low": low, "high": high, "preset": name}
-        )  # fmt: skip
-    return found
+    parts = study.prepare(task, length)
+    cells = [
+        study.record(task, length, parts, arm.policy, arm.right(parts), preset=name)
+        for name, arm in arms.items()
+    ]
+    return [cell["exact"] for cell in cells]
 
 
 def main() -> None:

@@ -101,11 +101,17 @@ class Study:
         self, task: str, length: int, parts: Any, policy: Policy, **labels: Any
     ) -> dict[str, Any]:
         """Measure and record one cell, with ``labels`` beside what it measures."""
-        count = sum(len(samples) for samples, _ in parts)
         right = self.exact(parts, policy)
+        return self.record(task, length, parts, asdict(policy), right, **labels)
+
+    def record(
+        self, task: str, length: int, parts: Any, policy: dict[str, Any], right: int, **labels: Any
+    ) -> dict[str, Any]:
+        """Record a cell of ``right`` exact replies; ``policy`` says what was measured."""
+        count = sum(len(samples) for samples, _ in parts)
         low, high = wilson(right, count)
         row = {
-            "task": task, "length": length, "policy": asdict(policy), "count": count,
+            "task": task, "length": length, "policy": policy, "count": count,
             "exact": right / count, "low": low, "high": high, **labels,
         }  # fmt: skip
         self.result["cells"].append(row)
