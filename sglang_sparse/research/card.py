@@ -151,7 +151,7 @@ def draw_budgets(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     lengths = [n for n in results.lengths if n <= 8192]
-    figure = Figure(figsize=(4.2 * len(lengths), 5.6), dpi=80, layout="constrained")
+    figure = Figure(figsize=(4.2 * len(lengths), 5.6), dpi=66, layout="constrained")
     grid = figure.subplots(2, len(lengths), squeeze=False)
     for panels, (name, tasks) in zip(
         grid, (("RULER's", RULER_TASKS), ("Reading", READING_TASKS)), strict=True

@@ -43,7 +43,7 @@ _READING_WEIGHTS = np.array([0.04, 0.10, 0.04, 0.24, 0.34, 0.07, 0.13, 0.04])
 _ALONE = ("dialogue", "distant_words")
 # Share of the other rows with nothing beside one problem, as the prompts of an evaluation have it:
 # a model that sees many people in each row counts badly where there are few.
-_BARE = 0.35
+_BARE = 0.5
 # So that a long row is worth its time, it has further reading tasks, up to one in so many tokens.
 _BESIDE = ("sentences", "forms", "joined", "collect")
 _BESIDE_WEIGHTS = np.array([0.15, 0.05, 0.35, 0.45])

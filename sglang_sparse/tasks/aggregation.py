@@ -15,7 +15,8 @@ from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
-_MOST_PLACES = 5
+# Rows of the wide split have longer lists, so that the last places asked for are not its last.
+_MOST_PLACES, _MOST_PLACES_WIDE = 5, 7
 _MOST_VOTES = 256
 _VOTE_TOKENS = 48
 # The first of three towns has the rest, twice as much as the second.
@@ -73,10 +74,11 @@ VOTE_QUESTIONS = Forms(
 def collect(rng: Rng, split: Split, length: int) -> Problem:
     """All buildings that a person was in, two to five of them, in the order of the text.
 
-    Two others, whose names look alike, were in as many.
+    Two others, whose names look alike, were in as many. Of the wide split there are up to seven.
     """
     # Long answers are learnt in short contexts.
-    most = min(_MOST_PLACES, max(2, length // (96 if split == "wide" else 256)))
+    longest, apart = (_MOST_PLACES_WIDE, 96) if split == "wide" else (_MOST_PLACES, 256)
+    most = min(longest, max(2, length // apart))
     count = int(rng.integers(2 if split == "wide" else max(2, most // 2), most + 1))
     persons = entities(rng, split, "person", 3 if length >= 512 else 2)
     needles: list[Needle] = []
@@ -88,8 +90,9 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
             parts = (person, noun("place", place))
             text = say(statement(rng, split, VISITS), *parts)
             needles.append(Needle(text, float(depth), parts=parts))
-        # Each place behind its person, so that one is looked up at a time.
-        answer = " ".join(f"{person} was in {noun('place', place)}." for place in places)
+        # Numbered, each place behind its person: one is looked up at a time.
+        told = (f"{person} was in {noun('place', place)}." for place in places)
+        answer = " ".join(f"{number}. {fact}" for number, fact in enumerate(told, 1))
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
         questions.append(
             Question("collect", prompt, answer, tuple(places), "place", parts=(person,))

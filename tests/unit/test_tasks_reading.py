@@ -274,7 +274,8 @@ def test_collected_places_are_all_that_the_text_has_in_its_order(
     for sample in suites["heldout"].samples("collect", 4096, 20, seed=1):
         found = facts(needles(suites["heldout"], sample), VISITS)
         said = re.findall(r"(\w+ \w+) was in the (\w+)\.", sample.answer)
-        assert " ".join(f"{s} was in the {v}." for s, v in said) == sample.answer
+        told = [f"{i}. {s} was in the {v}." for i, (s, v) in enumerate(said, 1)]
+        assert " ".join(told) == sample.answer
         (person,) = {s.lower() for s, _ in said}
         assert tuple(v for _, v in said) == sample.values
         assert tuple(f["v"] for f in found if f["s"] == person) == sample.values
