@@ -19,6 +19,7 @@ from typing import Any
 from sglang_sparse.research.tables import by_columns, pack
 
 Table = dict[str, Any]
+_DECIMALS = 12
 _LENGTHS = ("4k", "8k", "16k", "32k")
 
 
@@ -48,9 +49,18 @@ FILES: dict[str, tuple[str, Callable[[Table], Table]]] = {
 COPIED = {"psa-report/presets/table.md": "presets.md"}
 
 
+def rounded(content: Any) -> Any:
+    """JSON whose numbers have twelve decimals at most: more tell nothing, and take room."""
+    if isinstance(content, dict):
+        return {key: rounded(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [rounded(value) for value in content]
+    return round(content, _DECIMALS) if isinstance(content, float) else content
+
+
 def write(path: Path, table: Table) -> None:
     """Write JSON without blanks, compressed if ``path`` ends so, the same bytes each time."""
-    text = json.dumps(table, separators=(",", ":"))
+    text = json.dumps(rounded(table), separators=(",", ":"))
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
     else:
