@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Averages models of one training: ``python -m sglang_sparse.research.average --help``.
 
-Each part of a training ends at a low rate in a place of its own. Their mean reads unseen sentences
-and text better than the last of them does, and costs no training (model soups, Wortsman et al.).
+Each part of a training ends at a low rate in a place of its own. Their mean answers more than the
+last of them does, and costs no training (model soups, Wortsman et al.).
 """
 
 import argparse
@@ -40,9 +40,11 @@ def main() -> None:
     parser.add_argument("models", type=Path, nargs="+", help="folders; tokenizer of the first")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    if args.out.resolve() in {folder.resolve() for folder in args.models}:
+        raise SystemExit(f"--out {args.out} is one of the models; name another folder")
     try:
         mean = average([load(folder) for folder in args.models])
-    except ValueError as wrong:
+    except (ValueError, FileNotFoundError) as wrong:
         raise SystemExit(str(wrong)) from None
     export(mean, args.out, FileEncoder(args.models[0]))
     for name in ("tokenizer.json", "tokenizer_config.json"):

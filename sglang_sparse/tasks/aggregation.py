@@ -15,7 +15,7 @@ from sglang_sparse.tasks.templates import Forms
 from sglang_sparse.tasks.words import Split
 
 Rng = np.random.Generator
-# Rows of the wide split have longer lists, so that the last places asked for are not its last.
+# Rows of training have longer lists, so that no prompt of an evaluation has the longest known.
 _MOST_PLACES, _MOST_PLACES_WIDE = 5, 7
 _MOST_VOTES = 256
 _VOTE_TOKENS = 48

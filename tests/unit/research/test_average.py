@@ -35,6 +35,15 @@ def test_each_weight_is_the_mean_of_those_of_all_models(
         torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=1e-7)
     assert any(not torch.equal(mean[name], states[0][name]) for name in mean)
     assert (out / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
+    before = (folders[1] / "model.safetensors").read_bytes()
+    for models, into, why in (
+        (folders, folders[1], "is one of the models"),
+        ([tmp_path / "none"], out, "No such file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["average", *map(str, models), "--out", str(into)])
+        with pytest.raises(SystemExit, match=why):
+            average.main()
+    assert (folders[1] / "model.safetensors").read_bytes() == before
 
 
 def test_models_of_two_shapes_have_no_mean() -> None:

@@ -118,6 +118,12 @@ def test_results_land_by_columns_with_device_and_commit(tmp_path: Path) -> None:
     assert (reference / "model/study/shipped.json.gz").read_bytes() == before
 
 
+def test_numbers_are_stored_with_as_many_decimals_as_tell_something(tmp_path: Path) -> None:
+    publish.write(tmp_path / "a.json", {"rows": [[1 / 3, 7, "x"], {"whole": 2.0}], "none": None})
+    stored = {"rows": [[0.333333333333, 7, "x"], {"whole": 2.0}], "none": None}
+    assert json.loads((tmp_path / "a.json").read_text()) == stored
+
+
 def test_results_of_other_seeds_are_not_joined() -> None:
     tables = [{"seed": seed, "split": "heldout", "cells": []} for seed in (1, 2)]
     with pytest.raises(ValueError, match="different seeds"):
