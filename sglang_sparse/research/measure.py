@@ -6,12 +6,14 @@
 Each study is a process of its own, and a GPU has several at a time. Results and logs go to
 ``--out``; those that ended there are not measured again. ``research.publish`` puts them into the
 repository. Of a new model, calibrate first (``--only kascade lserve gates``), and copy the presets
-that came of it to ``configs/reference``: the other studies measure what lies there. Sweeps that
+that came of it to ``configs/reference``: the other studies measure what lies there. A calibration
+begins with the shipped preset, of which it changes no more than what it finds. Sweeps that
 presets were chosen by (``mass_study``, ``host_frames``, ``prefix_lists``) are not among them.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from queue import SimpleQueue
 
 import torch
 
+from sglang_sparse.config import configs_dir
 from sglang_sparse.tasks import TASKS
 
 _RESEARCH = "sglang_sparse.research."
@@ -142,6 +145,14 @@ JOBS = (
 )  # fmt: skip
 
 
+def begin_presets(out: Path) -> None:
+    """Put the shipped presets where calibrations write; one that lies there stays."""
+    out.mkdir(parents=True, exist_ok=True)
+    for preset in ("kascade.json", "lserve.json"):
+        if not (out / preset).exists():
+            shutil.copy(configs_dir() / "reference" / preset, out)
+
+
 def run(
     jobs: Sequence[Job], *, model: Path, corpus: Path, out: Path, slots: Sequence[str]
 ) -> list[str]:
@@ -190,6 +201,7 @@ def main() -> None:
     p.add_argument("--only", nargs="+", choices=names, default=names, help="some studies")
     p.add_argument("--side-by-side", type=int, default=6, help="processes on each GPU")
     args = p.parse_args()
+    begin_presets(args.out)
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] or [""]
     failed = run(
         [job for job in JOBS if job.name in args.only],

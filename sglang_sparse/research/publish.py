@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts what ``research.measure`` found into the repository.
 
-``python -m sglang_sparse.research.publish --commit 6b61fa4 --device "NVIDIA H200"``
+``python -m sglang_sparse.research.publish --commit COMMIT --device "NVIDIA H200"``
 
 Raw files are stored by columns (``research.tables``), with the device and the commit. What was not
 measured stays as it is. Presets that were calibrated are left where they are. Then

@@ -80,10 +80,11 @@ def test_the_committed_table_is_that_of_the_committed_cells_and_heads() -> None:
     assert result["streaming"] == {arm: int(mask.sum()) for arm, mask in masks.items()}
 
 
-# The KV heads that move predictions by 0.0015 nats and more when they stream alone; the first reads
+# The KV heads that move predictions by 0.001 nats and more when they stream alone; the first reads
 # all needles (the ablation in the model's card).
 READS_NEEDLES = (5, 3)
-NEEDED = {READS_NEEDLES, (1, 0), (1, 2), (4, 1), (2, 2), (5, 1)}
+NEEDED = {READS_NEEDLES, (0, 3), (1, 0), (1, 2), (4, 1), (2, 2), (5, 1)}
+SHUT = (0, 3)  # the one that the trained gates shut, with 0.00103 nats the least needed
 
 
 def test_found_heads_hold_dense_within_two_points_and_random_ones_do_not() -> None:
@@ -110,7 +111,7 @@ def test_the_needed_heads_are_those_that_the_report_says_and_none_streams_in_the
     found = {
         (int(row["layer"]), int(row["head"]))
         for row in rows_of(REPORT)
-        if float(row["divergence left out"]) > 0.0015
+        if float(row["divergence left out"]) > 0.001
     }
     assert found == NEEDED
     streaming = load_preset("reference", "lserve").heads.streaming
@@ -126,14 +127,18 @@ def test_gradients_agree_with_leaving_heads_out_and_gates_keep_the_needed_heads_
         name: spearmanr([float(row["score"]) for row in rows], left_out).statistic
         for name, rows in (("gradient", truth), ("gates", gates))
     }
-    assert min(found.values()) >= 0.7
+    assert min(found.values()) >= 0.75
     report = (REPORT / "README.md").read_text()
     assert all(f"| `{name}` | {one:.2f} |" in report for name, one in found.items())
     # 14 gates are shut, so their heads tie.
     is_open = [float(row["score"]) > 0 for row in gates]
     assert is_open.count(False) == 14
-    needed = [(int(row["layer"]), int(row["head"])) in NEEDED for row in gates]
-    assert all(one for one, wanted in zip(is_open, needed, strict=True) if wanted)
+    shut = {
+        (int(row["layer"]), int(row["head"]))
+        for row, one in zip(gates, is_open, strict=True)
+        if not one
+    }
+    assert shut & NEEDED == {SHUT}
 
 
 def test_the_preset_holds_the_heads_that_score_least() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from sglang_sparse.config import configs_dir
 from sglang_sparse.research import arguments, publish
-from sglang_sparse.research.measure import JOBS, Job, run
+from sglang_sparse.research.measure import JOBS, Job, begin_presets, run
 from sglang_sparse.research.tables import cells_of, from_columns
 
 SOURCE = {"device": "NVIDIA H200", "commit": "abc1234"}
@@ -32,6 +33,19 @@ def test_a_study_that_ended_is_not_run_again_and_one_that_failed_is(tmp_path: Pa
     (tmp_path / "none.json").write_text("[2]")
     assert _run([bad, good], tmp_path, [""]) == []
     assert not (tmp_path / "good.json").exists()
+
+
+def test_calibrations_begin_with_the_shipped_presets_and_write_where_these_lie(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "lserve.json").write_text("found already")
+    begin_presets(tmp_path)
+    shipped = configs_dir() / "reference" / "kascade.json"
+    assert (tmp_path / "kascade.json").read_bytes() == shipped.read_bytes()
+    assert (tmp_path / "lserve.json").read_text() == "found already"
+    for preset in tmp_path.iterdir():
+        (job,) = (job for job in JOBS if job.name == preset.stem)
+        assert f"--output {{out}}/{preset.name} " in job.arguments
 
 
 def test_each_process_sees_the_gpu_of_its_slot(tmp_path: Path) -> None:
