@@ -38,7 +38,7 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.04, 0.10, 0.04, 0.24, 0.34, 0.07, 0.13, 0.04])
+_READING_WEIGHTS = np.array([0.03, 0.08, 0.03, 0.36, 0.31, 0.05, 0.12, 0.02])
 # Their questions lean on those before, or their context is a list.
 _ALONE = ("dialogue", "distant_words")
 # Share of the other rows with nothing beside one problem, as the prompts of an evaluation have it:

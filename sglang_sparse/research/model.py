@@ -230,12 +230,11 @@ class ReferenceModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         tables: tuple[Tensor, Tensor] | None = None,
         keep: list[tuple[Tensor, Tensor]] | None = None,
-        trace: list[tuple[Tensor, Tensor]] | None = None,
         attend: Attend | None = None,
     ) -> Tensor:
         """Final hidden states ``[B, T, hidden]`` before the norm, of ``ids [B, T]``.
 
-        ``keep`` collects each layer's rotated K and V, ``[B, T, kv_heads, D]``, ``trace`` Q and K.
+        ``keep`` collects each layer's rotated K and V, ``[B, T, kv_heads, D]``.
         ``attend`` takes the place of dense causal attention.
         """
         c, attend = self.config, attend or dense_attention
@@ -249,10 +248,6 @@ class ReferenceModel(nn.Module):
             if keep is not None:
                 keep.append(
                     (k.view(batch, length, *k.shape[1:]), v.view(batch, length, *v.shape[1:]))
-                )
-            if trace is not None:
-                trace.append(
-                    (q.view(batch, length, *q.shape[1:]), k.view(batch, length, *k.shape[1:]))
                 )
             q, k, v = (t.view(batch, length, -1, c.head_dim).transpose(1, 2) for t in (q, k, v))
             out = attend(index, q, k, v)

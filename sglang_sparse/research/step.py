@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sglang_sparse.research.model import Layer, ReferenceModel, rope_tables
 from sglang_sparse.research.ranks import Ranks
-from sglang_sparse.research.spread import assignment, spread_loss
 
 MAX_SPANS = 8192
 MAX_TASKS = 24
@@ -48,8 +47,7 @@ class Stepper:
     """Trains on batches of one shape ``[batch, length]``.
 
     Attributes:
-        stats: ``[5]`` sums since the last read: answer loss, text loss, steps, spreading loss, and
-            attention of assigned heads to their digits.
+        stats: ``[3]`` sums since the last read: answer loss, text loss, steps.
         exact: ``[MAX_TASKS, 2]`` answers wholly right and answers seen, by task.
         halves: ``[2, 2]`` answer tokens right and seen, in the upper and lower half of the rows.
     """
@@ -63,8 +61,6 @@ class Stepper:
         length: int,
         text_weight: float = 0.5,
         pool: Any = None,
-        digit_of: Tensor | None = None,
-        spread_weight: float = 0.5,
     ) -> None:
         """Allocate the static inputs; the graph is captured at the first step.
 
@@ -80,9 +76,7 @@ class Stepper:
         self.kinds = torch.zeros(shape, dtype=torch.long, device=device)
         self.spans = torch.zeros(shape, dtype=torch.long, device=device)
         self.tasks = torch.full((MAX_SPANS,), -1, dtype=torch.long, device=device)
-        self.digit_of, self.spread_weight = digit_of, spread_weight
-        self.assigned = assignment(model.config.layers, model.config.kv_heads).to(device)
-        self.stats = torch.zeros(5, device=device)
+        self.stats = torch.zeros(3, device=device)
         self.exact = torch.zeros(MAX_TASKS, 2, device=device)
         self.halves = torch.zeros(2, 2, device=device)
         self.tables = rope_tables(model.config, length, device)
@@ -125,8 +119,7 @@ class Stepper:
     def _compute(self) -> None:
         model = self.model
         self.gradients.zero_()
-        trace: list[tuple[Tensor, Tensor]] | None = None if self.digit_of is None else []
-        hidden = model(self.ids, self.dtype, self.tables, trace=trace)
+        hidden = model(self.ids, self.dtype, self.tables)
         normed = model.model.norm(hidden.view(-1, hidden.shape[-1]))
         targets = torch.roll(self.ids, -1, dims=1).view(-1)
         losses, right = Losses.tokens(normed, model.model.embed_tokens.weight, targets)
@@ -135,19 +128,12 @@ class Stepper:
         text = (self.kinds.view(-1) == 1).float()
         answer_loss = (losses * weight).sum() / weight.sum().clamp_min(1)
         text_loss = (losses * text).sum() / text.sum().clamp_min(1)
-        spread = read = torch.zeros_like(text_loss)
-        if trace is not None and self.digit_of is not None:
-            places = 32 if self.length >= 1024 else 8
-            spread, read = spread_loss(
-                trace, self.ids, self.kinds, self.digit_of, self.assigned, places
-            )
-        loss = answer_loss + self.text_weight * text_loss + self.spread_weight * spread
-        loss.backward()
+        (answer_loss + self.text_weight * text_loss).backward()
         self.ranks.mean(self.gradients)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
         with torch.no_grad():
             ones = torch.ones_like(text_loss)
-            self.stats += torch.stack((answer_loss, text_loss, ones, spread, read))
+            self.stats += torch.stack((answer_loss, text_loss, ones))
             self._measure(right.float(), answer)
 
     def _measure(self, right: Tensor, answer: Tensor) -> None:

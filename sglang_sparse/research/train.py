@@ -85,9 +85,6 @@ class Trainer:
         self.gradients = flat_gradients(self.model)
         self.state = State(args.seed, stage=args.first_stage)
         self.optimizer = Optimizer(self.model)
-        self.digit_of = torch.full((self.encoder.vocab_size,), -1, device=self.device)
-        for digit in range(10):
-            self.digit_of[self.encoder.token_id(str(digit))] = digit
         self.stages = curriculum(self.encoder.vocab_size, args.text_tokens)
         self.steppers: dict[tuple[str, int, int], Stepper] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
@@ -142,6 +139,9 @@ class Trainer:
             shutil.copy(self.args.tokenizer / name, draft / name)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
+        if self.args.keep_exports:
+            kept = self.out / "exports" / f"{self.state.step:06d}"
+            shutil.copytree(folder, kept, dirs_exist_ok=True)
         (self.out / "state.json").write_text(json.dumps(asdict(self.state)))
 
     def log(self, **entry: Any) -> None:
@@ -169,10 +169,9 @@ class Trainer:
         """The stepper of a kind of data and a shape, made when first asked for."""
         key = (kind, batch, length)
         if key not in self.steppers:
-            digit_of = self.digit_of if kind == "text" and self.args.spread > 0 else None
             self.steppers[key] = Stepper(
                 self.model, self.gradients, self.ranks, batch, length,
-                self.args.text_weight, self.pool, digit_of, self.args.spread,
+                self.args.text_weight, self.pool,
             )  # fmt: skip
         return self.steppers[key]
 
@@ -311,13 +310,10 @@ class Trainer:
             mean = sum(measured) / max(len(measured), 1)
             if length == stage.length:
                 macro = self.state.macro = mean
-                if self.args.spread > 0 and stats[4] / stats[2] < 0.8:
-                    macro = min(macro, 0.9)
             seconds = self.now - window
             self.log(
                 stage=self.state.stage, text=length, answer_loss=round(stats[0] / stats[2], 4),
                 text_loss=round(stats[1] / stats[2], 4), macro=round(mean, 4), scores=scores,
-                spread=round(stats[3] / stats[2], 3), read=round(stats[4] / stats[2], 3),
                 rate=round((self.state.tokens - tokens) / seconds), lr=round(self.rate(), 6),
             )  # fmt: skip
         self.state.history.append(
@@ -342,6 +338,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--time-limit", type=float, default=1440.0, help="seconds of all processes")
     p.add_argument("--stop-after", type=float, default=1e9, help="seconds of this process")
     p.add_argument("--save-every", type=float, default=90.0, help="seconds between checkpoints")
+    p.add_argument(
+        "--keep-exports", action="store_true", help="all of them, in OUT/exports, for their mean"
+    )
     p.add_argument("--max-steps", type=int, default=10**9)
     p.add_argument(
         "--decay-share", type=float, default=0.4, help="last share of the time; the rate falls"
@@ -353,9 +352,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--text-tokens", type=int, default=65536, help="tokens of a text step")
     p.add_argument("--text-rows", type=float, default=0.5, help="share of rows that are text alone")
     p.add_argument("--text-weight", type=float, default=1.0, help="weight of the text loss")
-    p.add_argument(
-        "--spread", type=float, default=0.0, help="weight of the loss that spreads reading"
-    )
     p.add_argument("--symbol-share", type=float, default=0.02, help="symbol steps among text steps")
     p.add_argument("--log-every", type=int, default=50)
     p.add_argument("--compile", action="store_true", help="torch.compile the element-wise parts")

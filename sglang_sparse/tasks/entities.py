@@ -30,9 +30,9 @@ def people(rng: Rng, split: Split, count: int) -> list[str]:
 def _named(rng: Rng, count: int) -> list[str]:
     """People of the wide split: full names, first names alone, or surnames behind a title."""
     dice = rng.random()
-    if dice < 0.7:
+    if dice < 0.8:
         return people(rng, "wide", count)
-    if dice < 0.85:
+    if dice < 0.9:
         return WIDE.draw(rng, "first name", count)
     titles = [_TITLES[int(i)] for i in rng.integers(len(_TITLES), size=count)]
     surnames = WIDE.draw(rng, "surname", count)

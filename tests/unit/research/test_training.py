@@ -21,7 +21,6 @@ from sglang_sparse.research.export import MAX_BYTES, export, load
 from sglang_sparse.research.filler import TokenPieces
 from sglang_sparse.research.mix import TRAIN_TASKS, RowMaker, general_fact
 from sglang_sparse.research.model import ModelConfig, ReferenceModel
-from sglang_sparse.research.spread import assignment, find_sources
 from sglang_sparse.research.symbols import SymbolTask, symbol_batch
 from sglang_sparse.research.train import Trainer, parser
 from sglang_sparse.tasks import READING_TASKS, TASKS, FileEncoder
@@ -148,31 +147,6 @@ def test_pieces_of_the_corpus_begin_with_whitespace_and_are_all_of_it(
     assert pieces.fitting(3, 50) > 3
 
 
-def test_sources_are_where_the_digit_was_first_said(encoder: FileEncoder, rows: RowMaker) -> None:
-    batch = rows.batch(seed=4, batch=16, length=1024)
-    ids = torch.from_numpy(batch.ids.astype(np.int64))
-    kinds = torch.from_numpy(batch.kinds.astype(np.int64))
-    digit_of = torch.full((2048,), -1)
-    for digit in range(10):
-        digit_of[encoder.token_id(str(digit))] = digit
-    found = []
-    for weighted in (kinds.clamp_max(2), torch.where(kinds > 1, 17, kinds)):
-        torch.manual_seed(1)
-        found.append(find_sources(ids, weighted, digit_of, 16))
-    assert all(map(torch.equal, *found))  # whatever an answer weighs
-    query, source, slot, usable = found[0]
-    assert usable.float().mean() > 0.2  # a third of the answers are numbers
-    assert (source < query)[usable].all()
-    assert torch.equal(ids.gather(1, source)[usable], ids.gather(1, query + 1)[usable])
-    assert (slot[usable] < 10).all()
-
-
-def test_each_digit_has_one_head_and_nine_heads_serve() -> None:
-    table = assignment(6, 4)
-    assert table.any(-1).sum() == 9
-    assert (table.flatten(0, 1).sum(0)[2:] == 1).all()
-
-
 def train(out: Path, corpus: Path, *arguments: str) -> Trainer:
     tiny = "--hidden-size 32 --intermediate-size 48 --layers 2 --heads 2 --kv-heads 1 --head-dim 16"
     small = f"--out {out} --tokenizer {MODEL} --corpus {corpus} --text-tokens 512 --log-every 5"
@@ -188,6 +162,7 @@ def losses(out: Path) -> list[float]:
 
 def test_training_resumes_from_its_checkpoint_and_exports(tmp_path: Path, corpus: Path) -> None:
     long = ["--seed", "5", "--lr", "0.1", "--time-limit", "1e9"]
+    long += ["--keep-exports"]
     first = train(tmp_path, corpus, "--max-steps", "10", *long)
     again = train(tmp_path, corpus, "--max-steps", "30", *long, "--resume")
     assert (first.state.step, again.state.step) == (10, 30)
@@ -196,6 +171,10 @@ def test_training_resumes_from_its_checkpoint_and_exports(tmp_path: Path, corpus
     expected = again.model.model.embed_tokens.weight.detach().bfloat16().float()
     assert torch.equal(exported.model.embed_tokens.weight.detach(), expected)
     assert FileEncoder(tmp_path / "export").vocab_size == 2048
+    earlier, last = sorted((tmp_path / "exports").iterdir())
+    assert (earlier.name, last.name) == ("000010", "000030")
+    weights = [(f / "model.safetensors").read_bytes() for f in (earlier, last, tmp_path / "export")]
+    assert weights[0] != weights[1] == weights[2]
 
 
 def test_training_goes_on_from_an_export_where_the_checkpoint_is_lost(
@@ -235,12 +214,13 @@ def test_a_process_stops_when_asked_and_stages_end_with_their_time(
     assert short.state.seconds >= 3
 
 
-def test_chats_train_with_the_spreading_loss(tmp_path: Path, corpus: Path) -> None:
-    flags = "--max-steps 4 --log-every 2 --first-stage 7 --spread 0.5"
+def test_chats_train_with_a_finite_loss(tmp_path: Path, corpus: Path) -> None:
+    flags = "--max-steps 4 --log-every 2 --first-stage 7"
     train(tmp_path, corpus, *flags.split())
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert all(np.isfinite(line["spread"]) for line in lines if "text" in line)
-    assert any("text" in line for line in lines)
+    chats = [line for line in lines if "text" in line]
+    assert chats
+    assert all(np.isfinite((line["answer_loss"], line["text_loss"])).all() for line in chats)
 
 
 def test_same_seed_trains_the_same_model(tmp_path: Path, corpus: Path) -> None:
