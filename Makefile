@@ -30,7 +30,8 @@ $(STAMP): pyproject.toml
 	      && { "$$py" -m venv $(VENV); exit; }; \
 	  done; \
 	  echo "error: no Python 3.11 or 3.12 found; install one or set PYTHON=/path/to/python" >&2; exit 1; }
-	$(PY) -m pip install --quiet --editable '.[dev]' 'sglang==$(SGLANG)'
+	$(PY) -m pip install --quiet uv==0.13.9
+	$(PY) -m uv pip install --quiet --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 serve: $(STAMP)
