@@ -3,6 +3,7 @@
 
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import cast, get_args
 
@@ -46,6 +47,7 @@ def suites() -> dict[Split, TaskSuite]:
 _PHRASE = r"(?:(?:the|an?) )?[\w-]+(?:\.? (?-i:[A-Z])\w+)?"
 
 
+@cache
 def pattern(template: str, hole: str = ".+") -> re.Pattern[str]:
     """What a filled-in template matches; its holes are groups, but for nouns beside the value."""
     parts = re.split(r"\{(\w)\}", template)
@@ -122,6 +124,15 @@ def test_templates_name_no_value() -> None:
         assert not words & set(WORDS.get(kind, "").split())
 
 
+@cache
+def heldout_parts() -> set[str]:
+    """What templates of the held-out split alone say between names and values."""
+    trained = " ".join(form for forms in ALL_FORMS for form in forms.train)
+    trained += " ".join(line for r in RELATIONS.values() for line in (r.plain, r.question))
+    told = [part for forms in ALL_FORMS for form in forms.heldout for part in form.split("{")]
+    return {part[2:] for part in told if len(part) > 12 and part[2:] not in trained}
+
+
 @pytest.mark.parametrize("task", ["sentences", "collect", "tally", "dialogue"])
 def test_words_alone_or_forms_alone_may_be_held_out(task: str) -> None:
     def said(split: Split) -> str:
@@ -131,17 +142,12 @@ def test_words_alone_or_forms_alone_may_be_held_out(task: str) -> None:
     first, last = (set(words) for words in names("heldout"))
     kinds: tuple[Kind, ...] = ("place", "thing", "animal", "job", "town", "river")
     held = first | last | {word for kind in kinds for word in pool(kind, "heldout")}
-    # What templates of the held-out split alone say between names and values.
-    trained = " ".join(form for forms in ALL_FORMS for form in forms.train)
-    trained += " ".join(line for r in RELATIONS.values() for line in (r.plain, r.question))
-    told = [part for forms in ALL_FORMS for form in forms.heldout for part in form.split("{")]
-    between = {part[2:] for part in told if len(part) > 12 and part[2:] not in trained}
     for split, words, forms in (
         ("heldout", True, True), ("heldout_words", True, False), ("heldout_forms", False, True),
     ):  # fmt: skip
         text = said(cast(Split, split))
         assert bool(held & set(re.findall(r"\w+", text))) == words
-        assert any(part in text for part in between) == forms
+        assert any(part in text for part in heldout_parts()) == forms
     prompts = {split: TaskSuite(FileEncoder(MODEL), split).sample(task, 512) for split in
                ("heldout", *PARTLY_HELD_OUT)}  # fmt: skip
     assert len({sample.prompt for sample in prompts.values()}) == 3
@@ -204,14 +210,15 @@ def test_held_out_prompts_use_no_sentence_or_form_of_training(
 ) -> None:
     """What training's templates match is none of the needles and questions."""
     suite = suites["heldout"]
+    texts: list[str] = []
     for sample in suite.samples(task, 1024, 10, seed=4):
-        texts = [*needles(suite, sample), sample.content.rsplit("\n\n", 1)[1]]
-        for forms in ALL_FORMS:
-            for template in (*forms.train, *forms.wide):
-                if "}" in template[3:-4]:  # "{a} and {b}" would match anything
-                    hole = _PHRASE if "{v}" in template else ".+"
-                    hits = [t for t in texts if pattern(template, hole).fullmatch(t)]
-                    assert not hits, (template, hits)
+        texts += [*needles(suite, sample), sample.content.rsplit("\n\n", 1)[1]]
+    for forms in ALL_FORMS:
+        for template in (*forms.train, *forms.wide):
+            if "}" in template[3:-4]:  # "{a} and {b}" would match anything
+                match = pattern(template, _PHRASE if "{v}" in template else ".+").fullmatch
+                hits = [t for t in texts if match(t)]
+                assert not hits, (template, hits)
 
 
 def test_similar_keys_share_two_words_with_others(suites: dict[Split, TaskSuite]) -> None:
