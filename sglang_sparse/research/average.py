@@ -44,19 +44,21 @@ def average(models: Sequence[ReferenceModel]) -> ReferenceModel:
 def wrong(model: ReferenceModel, samples: Sequence[Sequence[Sample]]) -> float:
     """Mean probability that the model, which draws each token, does not draw an answer whole.
 
-    Fewer prompts tell two models apart by it than by whether their greedy replies are exact.
+    Fewer prompts tell two models apart by it than by whether their greedy replies are exact. It
+    computes in bf16 on a GPU and in fp32 elsewhere.
 
     Args:
         samples: parts of prompts that are read side by side.
     """
     device = next(model.parameters()).device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     lost: list[float] = []
     for part in samples:
         rows = [[*s.prompt_ids, *s.answer_ids] for s in part]
         ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
         for line, row in zip(ids, rows, strict=True):
             line[: len(row)] = torch.tensor(row)
-        hidden = model(ids.to(device))
+        hidden = model(ids.to(device), dtype)
         for s, states in zip(part, hidden, strict=True):
             first, answer = len(s.prompt_ids), torch.tensor(s.answer_ids, device=device)
             logits = model.logits(states[first - 1 : first - 1 + len(answer)]).float()
