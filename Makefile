@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml
 	  done; \
 	  echo "error: no Python 3.11 or 3.12 found; install one or set PYTHON=/path/to/python" >&2; exit 1; }
 	$(PY) -m pip install --quiet uv==0.13.9
-	$(PY) -m uv pip install --quiet --editable '.[dev]' 'sglang==$(SGLANG)'
+	UV_COMPILE_BYTECODE_TIMEOUT=600 $(PY) -m uv pip install --quiet --compile-bytecode --editable '.[dev]' 'sglang==$(SGLANG)'
 	@touch $@
 
 serve: $(STAMP)

@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("models", type=Path, nargs="+", help="folders; tokenizer of the first")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--greedy", action="store_true", help="of the models that help alone")
+    parser.add_argument("--greedy", action="store_true", help="only those that make it better")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["joined", "collect"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--count", type=int, default=100, help="prompts a task and length")
