@@ -13,6 +13,7 @@ SGLANG ?= $(if $(filter serve,$(MAKECMDGOALS)),$(SERVED_SGLANG),$(DEFAULT_SGLANG
 VENV := $(if $(filter $(SGLANG),$(DEFAULT_SGLANG)),.venv,.venv-$(SGLANG))
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+PACKAGES := install --quiet --editable '.[dev]' 'sglang==$(SGLANG)'
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -23,6 +24,7 @@ help:
 
 install: $(STAMP)
 
+# By uv, or, where it reaches no index, by pip, which has a configuration of its own.
 $(STAMP): pyproject.toml
 	@test -x $(PY) || { \
 	  for py in $(PYTHON) python3.11 python3.12 python3; do \
@@ -30,8 +32,8 @@ $(STAMP): pyproject.toml
 	      && { "$$py" -m venv $(VENV); exit; }; \
 	  done; \
 	  echo "error: no Python 3.11 or 3.12 found; install one or set PYTHON=/path/to/python" >&2; exit 1; }
-	$(PY) -m pip install --quiet uv==0.13.9
-	UV_COMPILE_BYTECODE_TIMEOUT=600 $(PY) -m uv pip install --quiet --compile-bytecode --editable '.[dev]' 'sglang==$(SGLANG)'
+	$(PY) -m pip install --quiet uv==0.13.9 && UV_COMPILE_BYTECODE_TIMEOUT=600 \
+	  $(PY) -m uv pip $(PACKAGES) --system-certs --compile-bytecode || $(PY) -m pip $(PACKAGES)
 	@touch $@
 
 serve: $(STAMP)
