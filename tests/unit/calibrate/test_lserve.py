@@ -126,8 +126,8 @@ def test_every_finder_finds_a_planted_head(planted: tuple[int, int], rest: float
     generator = torch.Generator().manual_seed(0)
     slopes = sum(log_odds_slopes(model, one, generator) for one in ids)
     left_out = leave_one_out(model, ids[0])
-    training = GateTraining.start(model, steps=30, l1=0.05)
-    for step in range(30):
+    training = GateTraining.start(model, steps=40, l1=0.05)
+    for step in range(40):
         training.advance(model, ids[step % 3])
     for scores in (slopes, left_out, training.gates):
         assert divmod(int(scores.argmax()), SHAPE[1]) == planted

@@ -121,7 +121,7 @@ class Decoding:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize(("impl", "steps"), steps_of(torch=150, cpu=300, triton=20))
+@pytest.mark.parametrize(("impl", "steps"), steps_of(torch=150, cpu=300, triton=30))
 def test_requests_decode_page_by_page_to_the_host(
     impl: str, steps: int, dtype: torch.dtype
 ) -> None:
