@@ -10,7 +10,11 @@ from local import MODEL  # isort: skip  # packages leave its weights out
 
 SPARSE = ["--attention-backend", "sparse", "--sparse-method"]
 SPARCAS, PSA = [*SPARSE, "sparcas"], [*SPARSE, "psa"]
-CHAIN = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
+# SGLang keeps room for ten million n-grams otherwise, which takes 1.6 GiB.
+CHAIN = [
+    *("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+    *("--speculative-ngram-capacity", "1000000"),
+]
 CHAINS = [*CHAIN, "--speculative-num-draft-tokens", "4"]
 # The model drafts for itself. It sees its own tokens one place off, so some drafts are rejected.
 DRAFT_MODEL = [
