@@ -23,6 +23,12 @@ b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sc sh sl sp s
 _VOWELS = "a e i o u ai ea ee ie oa oo ou"
 _CODAS = "b ck d ft g k l lt m mp n nd ng nt p r rd rk rn s sh sk st t th x"
 _SYLLABLES = (1, 2, 2, 2, 3)
+# Share of the draws with no listed word: a model that knows half of each list by heart reads worse
+# where it knows none.
+_UNLISTED = 0.6
+# Share of the draws where words begin as others do, and of their words: what copies a word token by
+# token takes another's end.
+_ALIKE, _ALIKE_WORDS = 0.5, 0.5
 # Kinds that are written with a capital.
 NAMES = ("first name", "surname", "town", "river")
 # A capital within a sentence; what stands between an article and a word that ends its phrase.
@@ -86,17 +92,21 @@ class WideWords:
             kind: of :data:`sglang_sparse.tasks.vocabulary.Kind` but numbers, ``first name`` or
                 ``surname``.
         """
-        listed = [own for own in (*_listed(kind), self._read[kind in NAMES]) if own]
+        lists = () if rng.random() < _UNLISTED else _listed(kind)
+        listed = [own for own in (*lists, self._read[kind in NAMES]) if own]
+        alike = rng.random() < _ALIKE
         words: dict[str, None] = {}
         while len(words) < count:
             source = int(rng.integers(len(listed) + 1))
             if source < len(listed):
-                words[listed[source][int(rng.integers(len(listed[source])))]] = None
+                word = listed[source][int(rng.integers(len(listed[source])))]
             else:
                 word = invented(rng)
                 word = word.capitalize() if kind in NAMES else word
-                if len(word) > 3 and not held_out(word):
-                    words[word] = None
+            if words and alike and rng.random() < _ALIKE_WORDS:
+                word = _begun(rng, list(words)[int(rng.integers(len(words)))], word)
+            if (source < len(listed) or len(word) > 3) and not held_out(word):
+                words[word] = None
         return list(words)
 
 
@@ -112,6 +122,13 @@ def invented(rng: Rng) -> str:
         word += onsets[int(rng.integers(len(onsets)))] + vowels[int(rng.integers(len(vowels)))]
         word += codas[int(rng.integers(len(codas)))] if rng.random() < 0.6 else ""
     return word
+
+
+def _begun(rng: Rng, other: str, word: str) -> str:
+    """A word that begins as ``other`` does and ends as ``word``: two letters of each, or more."""
+    cut = int(rng.integers(2, max(len(other) - 1, 3)))
+    end = int(rng.integers(2, max(len(word) - 1, 3)))
+    return other[:cut] + word[-end:].lower()
 
 
 @cache

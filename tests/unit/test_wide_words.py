@@ -22,6 +22,26 @@ def test_wide_words_are_new_each_time_and_never_held_out(kind: str) -> None:
     assert {word[0].isupper() for word in many} == {kind not in ("place", "job")}
 
 
+def test_short_words_of_a_list_are_drawn() -> None:
+    wide, rng = WideWords(), np.random.default_rng(4)
+    short = {word for word in pool("thing", "train") if len(word) == 3}
+    assert short
+    assert short <= {word for _ in range(200) for word in wide.draw(rng, "thing", 9)}
+
+
+@pytest.mark.parametrize("kind", ["surname", "town", "place"])
+def test_many_draws_have_no_listed_word_and_many_have_words_that_begin_alike(kind: str) -> None:
+    wide, rng = WideWords(), np.random.default_rng(3)
+    wide.read("So Ottilie said. " + " ".join(f"A {noun}, then." for noun in ("swamp", "doorway")))
+    listed = set(names("train")[1] if kind == "surname" else pool(kind, "train"))
+    draws = [wide.draw(rng, kind, 6) for _ in range(300)]
+    without = sum(not listed & set(words) for words in draws)
+    assert 150 < without < 290  # six words that are drawn from lists, too, seldom have none
+    begun = sum(len({word[:3] for word in words}) < 5 for words in draws)
+    assert 60 < begun < 240
+    assert all(len(set(words)) == 6 and not any(map(held_out, words)) for words in draws)
+
+
 def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     wide, rng = WideWords(), np.random.default_rng(2)
     # Words that CRC-32 holds out: Silke, pothole. A kiosk is a place, however often it is named.
