@@ -3,8 +3,8 @@
 
 A model that is trained on some hundred names reads those and no others: it tells a value from the
 words around it, or a subject from those that look alike, by having seen it. So a word comes from
-the training split, from a list of WordNet's nouns, from random syllables, or from a text. The most
-frequent nouns of a text are no values, but stand beside those.
+the training split, from a list of WordNet's nouns, from random syllables, or from a text; many
+begin as another does. The most frequent nouns of a text are no values, but stand beside those.
 """
 
 import re
@@ -23,11 +23,11 @@ b bl br c ch cl cr d dr f fl fr g gl gr h j k l m n p pl pr qu r s sc sh sl sp s
 _VOWELS = "a e i o u ai ea ee ie oa oo ou"
 _CODAS = "b ck d ft g k l lt m mp n nd ng nt p r rd rk rn s sh sk st t th x"
 _SYLLABLES = (1, 2, 2, 2, 3)
-# Share of the draws with no listed word: a model that knows half of each list by heart reads worse
-# where it knows none.
+# Share of the draws that take no word from training's lists: a model that knows half of a problem's
+# words by heart reads worse where it knows none.
 _UNLISTED = 0.6
-# Share of the draws where words begin as others do, and of their words: what copies a word token by
-# token takes another's end.
+# Share of the draws with words that begin as an earlier one does, and of the words in them: a model
+# that copies a word token by token may go on with another's end.
 _ALIKE, _ALIKE_WORDS = 0.5, 0.5
 # Kinds that are written with a capital.
 NAMES = ("first name", "surname", "town", "river")
