@@ -2,6 +2,7 @@
 """Several tokenizer processes: whichever takes a request checks it and passes it on alike."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from typing import Any
@@ -36,6 +37,18 @@ def ask(connection: HTTPConnection, path: str, body: dict[str, Any]) -> tuple[in
     return response.status, json.loads(response.read())
 
 
+def wait_until_warm(connection: HTTPConnection) -> None:
+    """Return when the process at the other end has had its own request of the start answered."""
+    for _ in range(600):
+        connection.request("GET", "/health")
+        response = connection.getresponse()
+        response.read()
+        if response.status == 200:
+            return
+        time.sleep(0.2)
+    raise AssertionError("a tokenizer process is not up after two minutes")
+
+
 @pytest.fixture(scope="module")
 def connections(server: Server) -> Iterator[list[HTTPConnection]]:
     """A connection to each tokenizer process."""
@@ -46,8 +59,7 @@ def connections(server: Server) -> Iterator[list[HTTPConnection]]:
     for _ in range(100):
         connection = HTTPConnection(address, timeout=240)
         opened.append(connection)
-        connection.request("GET", "/health")
-        connection.getresponse().read()
+        wait_until_warm(connection)
         found.setdefault(process_of(connection, live.pid), connection)
         if len(found) == WORKERS:
             break
