@@ -13,7 +13,7 @@ import numpy as np
 _FEWEST, _MOST = 5, 28  # words of a sentence
 _ARTICLES = ("a", "an", "the", "this", "that", "these", "those")
 _ENDS, _MARKS = ".!?", ".,;:!?"
-_TRIES = 100
+_TRIES = 1000
 _ASKED = 0.7  # share of questions that end with a mark
 _OPENERS = """
 ,Which,What,Where,Who,When,How,In which,Of which,By whom,Tell me,Say,Name,List,Count,Show me,

@@ -7,7 +7,7 @@ from sglang_sparse.tasks import composed_forms as composed
 from sglang_sparse.tasks import sentences
 from sglang_sparse.tasks import training_forms as more
 from sglang_sparse.tasks.entities import entities, people
-from sglang_sparse.tasks.needles import join
+from sglang_sparse.tasks.needles import join, pick
 from sglang_sparse.tasks.reading import room_for
 from sglang_sparse.tasks.relations import capital, noun, say, statement, wrapped
 from sglang_sparse.tasks.sample import Needle, Problem, Question
@@ -17,6 +17,9 @@ from sglang_sparse.tasks.words import Split
 Rng = np.random.Generator
 # Rows of training have longer lists, so that no prompt of an evaluation has the longest known.
 _MOST_PLACES, _MOST_PLACES_WIDE = 5, 7
+_MOST_PEOPLE_WIDE = 5
+# Share of the problems of the wide split whose people go to places of one short list.
+_MEETING = 0.6
 _MOST_VOTES = 256
 _VOTE_TOKENS = 48
 # The first of three towns has the rest, twice as much as the second.
@@ -71,20 +74,44 @@ VOTE_QUESTIONS = Forms(
 )
 
 
-def collect(rng: Rng, split: Split, length: int) -> Problem:
-    """All buildings that a person was in, two to five of them, in the order of the text.
+def _counts(rng: Rng, split: Split, length: int) -> list[int]:
+    """In how many buildings each person was.
 
-    Two others, whose names look alike, were in as many. Of the wide split there are up to seven.
+    Of the wide split there are one to five people, with lists of their own lengths. Where there are
+    always three with as many, a model counts the visits of all of them, and divides by three.
     """
     # Long answers are learnt in short contexts.
     longest, apart = (_MOST_PLACES_WIDE, 96) if split == "wide" else (_MOST_PLACES, 256)
     most = min(longest, max(2, length // apart))
-    count = int(rng.integers(2 if split == "wide" else max(2, most // 2), most + 1))
-    persons = entities(rng, split, "person", 3 if length >= 512 else 2)
+    if split == "wide":
+        persons = int(rng.integers(1, min(_MOST_PEOPLE_WIDE, max(2, length // 256)) + 1))
+        return [int(count) for count in rng.integers(2, most + 1, persons)]
+    return [int(rng.integers(max(2, most // 2), most + 1))] * (3 if length >= 512 else 2)
+
+
+def _shared(rng: Rng, split: Split, most: int) -> list[str]:
+    """Buildings that all people of a problem go to, or none: each goes to others.
+
+    The other splits have so few that people meet. Of the wide split they have to be made to.
+    """
+    if split != "wide" or rng.random() >= _MEETING:
+        return []
+    return entities(rng, split, "place", most + int(rng.integers(most + 1)))
+
+
+def collect(rng: Rng, split: Split, length: int) -> Problem:
+    """All buildings that a person was in, two to five of them, in the order of the text.
+
+    Two others, whose names look alike, were in as many. Of the wide split there are up to seven,
+    and up to four others, who were in more or fewer.
+    """
+    counts = _counts(rng, split, length)
+    persons = entities(rng, split, "person", len(counts))
+    shared = _shared(rng, split, max(counts))
     needles: list[Needle] = []
     questions: list[Question] = []
-    for person in persons:
-        places = entities(rng, split, "place", count)
+    for person, count in zip(persons, counts, strict=True):
+        places = pick(rng, shared, count) if shared else entities(rng, split, "place", count)
         at = np.sort(rng.random(count))
         for place, depth in zip(places, at, strict=True):
             parts = (person, noun("place", place))
