@@ -38,7 +38,7 @@ _MIXED = (
 )
 _MIXED_WEIGHTS = np.array([0.10, 0.18, 0.20, 0.18, 0.08, 0.18, 0.08])
 _READING = tuple(READING_TASKS)
-_READING_WEIGHTS = np.array([0.02, 0.05, 0.03, 0.30, 0.48, 0.02, 0.08, 0.02])
+_READING_WEIGHTS = np.array([0.02, 0.05, 0.03, 0.36, 0.42, 0.02, 0.08, 0.02])
 # Their questions lean on those before, or their context is a list.
 _ALONE = ("dialogue", "distant_words")
 # Share of the other rows with nothing beside one problem, as the prompts of an evaluation have it:
@@ -46,7 +46,7 @@ _ALONE = ("dialogue", "distant_words")
 _BARE = 0.5
 # So that a long row is worth its time, it has further reading tasks, up to one in so many tokens.
 _BESIDE = ("sentences", "forms", "joined", "collect")
-_BESIDE_WEIGHTS = np.array([0.10, 0.05, 0.30, 0.55])
+_BESIDE_WEIGHTS = np.array([0.10, 0.05, 0.40, 0.45])
 _BESIDE_TOKENS, _MOST_BESIDE = 2048, 6
 _READING_SHARE = 0.85
 # Share of the reading tasks with words and sentences beyond those of the training split.

@@ -11,6 +11,9 @@ from sglang_sparse.tasks.wide_words import WIDE
 from sglang_sparse.tasks.words import Split, words_of
 
 Rng = np.random.Generator
+# Share of the draws of the wide split where two first names do for all, up to so many people: what
+# follows a first name is then not told by it.
+_NAMESAKES, _MOST_NAMESAKES = 0.5, 12
 _TITLES = ("Mr.", "Mrs.", "Ms.", "Dr.", "Miss", "Aunt", "Uncle", "Captain")
 
 
@@ -20,6 +23,8 @@ def people(rng: Rng, split: Split, count: int) -> list[str]:
     wide = min(math.isqrt(2 * count) + 1, len(last))
     high = min(3 * count // (2 * wide) + 2, len(first))
     if split == "wide":
+        if count <= _MOST_NAMESAKES and rng.random() < _NAMESAKES:
+            high, wide = 2, count // 2 + 1
         firsts, lasts = WIDE.draw(rng, "first name", high), WIDE.draw(rng, "surname", wide)
     else:
         firsts, lasts = pick(rng, first, high), pick(rng, last, wide)

@@ -28,7 +28,7 @@ _SYLLABLES = (1, 2, 2, 2, 3)
 _UNLISTED = 0.6
 # Share of the draws with words that begin as an earlier one does, and of the words in them: a model
 # that copies a word token by token may go on with another's end.
-_ALIKE, _ALIKE_WORDS = 0.5, 0.5
+_ALIKE, _ALIKE_WORDS = 0.7, 0.6
 # Kinds that are written with a capital.
 NAMES = ("first name", "surname", "town", "river")
 # A capital within a sentence; what stands between an article and a word that ends its phrase.

@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 
+from sglang_sparse.tasks.entities import people
 from sglang_sparse.tasks.templates import exchanged
 from sglang_sparse.tasks.training_words import WORDS
 from sglang_sparse.tasks.vocabulary import held_out, names, pool
@@ -40,9 +41,22 @@ def test_many_draws_have_no_listed_word_and_many_have_words_that_begin_alike(kin
     without = sum(not listed & set(words) for words in draws)
     assert 150 < without < 220  # of 300: six of ten, and some by chance
     begun = sum(len({word[:3] for word in words}) < 5 for words in draws)
-    assert 80 < begun < 150
+    assert 120 < begun < 190
     assert all(word[1:].islower() for words in draws for word in words)
     assert all(len(set(words)) == 6 and not any(map(held_out, words)) for words in draws)
+
+
+def test_half_of_the_draws_of_few_people_have_two_first_names() -> None:
+    rng = np.random.default_rng(8)
+
+    def firsts(count: int) -> list[int]:
+        drawn = [people(rng, "wide", count) for _ in range(200)]
+        assert all(len(set(named)) == count for named in drawn)
+        return [len({name.split()[0] for name in named}) for named in drawn]
+
+    assert 80 < sum(number == 2 for number in firsts(6)) < 140
+    assert min(firsts(40)) > 2
+    assert all(firsts(1))
 
 
 def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
