@@ -104,7 +104,7 @@ def test_long_rows_hold_several_reading_tasks_or_one_alone(
 @pytest.mark.parametrize("task", ["collect", "joined"])
 def test_long_rows_have_more_answers_of_a_task_than_one_problem(rows: RowMaker, task: str) -> None:
     rng, asked = np.random.default_rng(6), []
-    for _ in range(160):
+    for _ in range(80):
         _, spans = rows.row(rng, 16384, rows.builder)
         asked.append(sum(TRAIN_TASKS[number] == task for _, _, number in spans))
     problems = [TASKS[task](np.random.default_rng(seed), "wide", 16384) for seed in range(30)]
