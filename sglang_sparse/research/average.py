@@ -40,6 +40,13 @@ def average(models: Sequence[ReferenceModel]) -> ReferenceModel:
     return mean
 
 
+def write(models: Sequence[ReferenceModel], tokenizer: Path, out: Path) -> None:
+    """Write the mean of ``models`` to the folder ``out``, with the tokenizer of another one."""
+    export(average(models).cpu(), out, FileEncoder(tokenizer))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / name, out / name)
+
+
 @torch.inference_mode()
 def wrong(model: ReferenceModel, samples: Sequence[Sequence[Sample]]) -> float:
     """Mean probability that the model, which draws each token, does not draw an answer whole.
@@ -116,9 +123,7 @@ def main() -> None:
         names = [str(args.models[index]) for index in chosen]
         print(json.dumps({"averaged": names, "wrong": least}), flush=True)
         models = [models[index] for index in chosen]
-    export(average(models).cpu(), args.out, encoder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(args.models[0] / name, args.out / name)
+    write(models, args.models[0], args.out)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang_sparse.research import mix
+from sglang_sparse.research.average import write
 from sglang_sparse.research.curriculum import (
     FINAL_LENGTHS,
     FINAL_WEIGHTS,
@@ -139,7 +140,7 @@ class Trainer:
             shutil.copy(self.args.tokenizer / name, draft / name)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
-        if self.args.keep_exports:
+        if self.args.keep_exports or self.args.mean:
             kept = self.out / "exports" / f"{self.state.step:06d}"
             shutil.copytree(folder, kept, dirs_exist_ok=True)
         (self.out / "state.json").write_text(json.dumps(asdict(self.state)))
@@ -238,6 +239,9 @@ class Trainer:
             self.feed.close()
         self.steppers.clear()  # with their graphs, see `close`
         self.ranks.close()
+        if self.args.mean and self.ranks.first and self.elapsed >= self.args.time_limit:
+            last = sorted((self.out / "exports").iterdir())[-self.args.mean :]
+            write([load(folder) for folder in last], last[-1], self.out / "mean")
 
     def in_time(self) -> bool:
         """Whether there is time, and steps, left."""
@@ -340,6 +344,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--save-every", type=float, default=90.0, help="seconds between checkpoints")
     p.add_argument(
         "--keep-exports", action="store_true", help="all of them, in OUT/exports, for their mean"
+    )
+    p.add_argument(
+        "--mean", type=int, default=0, help="write OUT/mean in the end, of as many last exports"
     )
     p.add_argument("--max-steps", type=int, default=10**9)
     p.add_argument(

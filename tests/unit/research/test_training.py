@@ -177,6 +177,24 @@ def test_training_resumes_from_its_checkpoint_and_exports(tmp_path: Path, corpus
     assert weights[0] != weights[1] == weights[2]
 
 
+def test_a_training_that_is_over_ends_with_the_mean_of_its_last_models(
+    tmp_path: Path, corpus: Path
+) -> None:
+    flags = ["--lr", "0.1", "--first-stage", "7", "--log-every", "1"]
+    flags += ["--save-every", "0", "--mean", "2"]
+    train(tmp_path, corpus, *flags, "--max-steps", "3")
+    assert not (tmp_path / "mean").exists()
+    train(tmp_path, corpus, *flags, "--max-steps", "5", "--time-limit", "1e-9", "--resume")
+    last = [load(f).state_dict() for f in sorted((tmp_path / "exports").iterdir())[-2:]]
+    mean = load(tmp_path / "mean").state_dict()
+    assert not torch.equal(*(state["model.embed_tokens.weight"] for state in last))
+    for name, found in mean.items():
+        right = sum(state[name] for state in last) / 2
+        # Stored in bf16: 8 bits of mantissa, rounded to nearest.
+        torch.testing.assert_close(found, right, rtol=2**-8, atol=1e-7)
+    assert FileEncoder(tmp_path / "mean").vocab_size == 2048
+
+
 def test_training_goes_on_from_an_export_where_the_checkpoint_is_lost(
     tmp_path: Path, corpus: Path
 ) -> None:
