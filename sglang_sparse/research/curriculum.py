@@ -61,7 +61,7 @@ def curriculum(vocab: int, text_tokens: int) -> list[Stage]:
 
 
 FINAL_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-FINAL_WEIGHTS = (0.08, 0.14, 0.20, 0.23, 0.18, 0.13, 0.04)
+FINAL_WEIGHTS = (0.05, 0.10, 0.18, 0.26, 0.22, 0.15, 0.04)
 
 
 class TextFeed:

@@ -276,6 +276,8 @@ RELATIONS = {
 # Around a statement of the wide split.
 _LEADS = more.LEADS + composed.LEADS
 _TAILS = more.TAILS + composed.TAILS
+# Share of the questions without capitals, and in training, which knows names by those too well.
+_LOWER, _LOWER_WIDE = 0.1, 0.25
 # Around a whole question. The first is none.
 WRAPPINGS = Forms(
     (
@@ -328,6 +330,6 @@ def statement(rng: Rng, split: Split, forms: Forms) -> str:
 
 def wrapped(rng: Rng, split: Split, question: str) -> str:
     """``question`` as people ask: with words around it, or in lower case without a mark."""
-    if rng.random() < 0.1:
+    if rng.random() < (_LOWER_WIDE if split == "wide" else _LOWER):
         return question.lower().rstrip("?.")
     return WRAPPINGS.asked(rng, split).format(q=question)

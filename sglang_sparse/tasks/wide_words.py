@@ -4,7 +4,8 @@
 A model that is trained on some hundred names reads those and no others: it tells a value from the
 words around it, or a subject from those that look alike, by having seen it. So a word comes from
 the training split, from a list of WordNet's nouns, from random syllables, or from a text; many
-begin as another does. The most frequent nouns of a text are no values, but stand beside those.
+begin as another does. The most frequent nouns of a text, and those of training's own sentences,
+are no values, but stand beside those.
 """
 
 import re
@@ -14,6 +15,7 @@ from typing import get_args
 
 import numpy as np
 
+from sglang_sparse.tasks import sentences
 from sglang_sparse.tasks.training_words import WORDS
 from sglang_sparse.tasks.vocabulary import Kind, held_out, known_words, names, pool
 
@@ -38,9 +40,8 @@ _NOUN = re.compile(
     r"(?=[.,;]| (?:of|in|is|was|are|to|and|at|on|for|with|that|which|from|by|or)\b)"
 )
 
-# Nouns beside a value: so many of a text's most frequent ones, or these where none was read.
+# Nouns beside a value: so many of a text's most frequent ones, and those of training's sentences.
 _BESIDE = 1000
-_FEW = ("answer", "day", "end", "group", "line", "list", "part", "reason", "side", "time", "week")
 
 Rng = np.random.Generator
 
@@ -50,20 +51,21 @@ class WideWords:
 
     def __init__(self) -> None:
         self._read: dict[bool, tuple[str, ...]] = {True: (), False: ()}
-        self._beside = _FEW
-        self._no_values = frozenset(_FEW)
+        self._beside = _told()
+        self._no_values = frozenset(self._beside)
 
     def read(self, text: str) -> None:
         """Draw names and nouns of ``text``, too, in place of those of an earlier one."""
         self._read[True] = tuple(w for w in sorted(set(_NAME.findall(text))) if not held_out(w))
         counts = Counter(_NOUN.findall(text))
-        valued = _values()
+        valued, told = _values(), _told()
         nouns = sorted(counts, key=lambda noun: (-counts[noun], noun))
         nouns = [noun for noun in nouns if not held_out(noun)]
         # Where a text is short, half of its nouns may still be values.
         beside = min(_BESIDE, len(nouns) // 2)
-        self._read[False] = tuple(sorted(nouns[beside:]))
-        self._beside = (*_FEW, *(noun for noun in nouns[:beside] if noun not in valued))
+        self._read[False] = tuple(sorted(set(nouns[beside:]).difference(told)))
+        frequent = (noun for noun in nouns[:beside] if noun not in valued)
+        self._beside = tuple(dict.fromkeys((*told, *frequent)))
         self._no_values = frozenset(self._beside)
 
     def beside(self, rng: Rng) -> str:
@@ -110,10 +112,6 @@ class WideWords:
         return list(words)
 
 
-WIDE = WideWords()
-"""What :func:`sglang_sparse.tasks.entities.entities` draws from."""
-
-
 def invented(rng: Rng) -> str:
     """A word of one to three random syllables."""
     onsets, vowels, codas = _ONSETS.split(), _VOWELS.split(), _CODAS.split()
@@ -139,8 +137,19 @@ def _values() -> frozenset[str]:
 
 
 @cache
+def _told() -> tuple[str, ...]:
+    """Nouns of the sentences that training alone sees, which are no problem's values."""
+    lines = (line for told in sentences.training().values() for line in told)
+    return tuple(sorted(set(_NOUN.findall("\n".join(lines))) - _values()))
+
+
+@cache
 def _listed(kind: str) -> tuple[tuple[str, ...], ...]:
     if kind in ("first name", "surname"):
         return (names("train")[kind == "surname"],)
     more = (word for word in WORDS.get(kind, "").split() if not held_out(word))
     return pool(kind, "train"), tuple(more)
+
+
+WIDE = WideWords()
+"""What :func:`sglang_sparse.tasks.entities.entities` draws from."""

@@ -62,18 +62,23 @@ def test_half_of_the_draws_of_few_people_have_two_first_names() -> None:
 def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     wide, rng = WideWords(), np.random.default_rng(2)
     # Words that CRC-32 holds out: Silke, pothole. A kiosk is a place, however often it is named.
+    # A doorway is in sentences of training.
     wide.read(
-        "Then, as Ottilie said, Silke saw a swamp in the doorway, and a pothole. The quick fox. "
-        "The court of a court is the court, and a kiosk is a kiosk in the kiosk."
+        "Then, as Ottilie said, Silke saw a swamp in the gully, a doorway, and a pothole. The "
+        "quick fox. The court of a court is the court, and a kiosk is a kiosk in the kiosk."
     )
     read = {*wide.draw(rng, "surname", 90)}
     assert read & {"Ottilie", "Silke", "So"} == {"Ottilie"}
     nouns = {*wide.draw(rng, "thing", 300)}
-    assert nouns & {"swamp", "doorway", "pothole", "quick", "court"} == {"swamp", "doorway"}
+    unread = {"doorway", "pothole", "quick", "court"}
+    assert nouns & {"swamp", "gully", *unread} == {"swamp", "gully"}
     beside = {wide.beside(rng) for _ in range(300)}
-    assert beside >= {"court", "swamp"}  # one that is no value, and one that may be
-    assert "pothole" not in beside
-    assert wide.names_no_value("The court of reason, if any.")
+    assert "swamp" in beside
+    no_values = {wide.no_value(rng) for _ in range(30_000)}
+    assert no_values >= {"court", "doorway"}
+    assert not no_values & {"swamp", "gully", "kiosk"}
+    assert "pothole" not in beside | no_values
+    assert wide.names_no_value("The court of reason, and the doorway.")
     assert not wide.names_no_value("The court and the swamp.")
     assert not wide.names_no_value("The court of Ottilie.")
 
