@@ -276,6 +276,9 @@ RELATIONS = {
 # Around a statement of the wide split.
 _LEADS = more.LEADS + composed.LEADS
 _TAILS = more.TAILS + composed.TAILS
+# Share of training's statements that are drawn again until the value stands before the subject, at
+# most so often. What is asked for is then read before it is known to be, which models learn later.
+_VALUE_FIRST, _MOST_DRAWS = 0.5, 16
 # Share of the questions without capitals, and in training, which knows names by those too well.
 _LOWER, _LOWER_WIDE = 0.1, 0.25
 # Around a whole question. The first is none.
@@ -318,6 +321,11 @@ def statement(rng: Rng, split: Split, forms: Forms) -> str:
     template = forms.told(rng, split)
     if split != "wide":
         return template
+    if rng.random() < _VALUE_FIRST:
+        for _ in range(_MOST_DRAWS - 1):
+            if template.index("{v}") < template.index("{s}"):
+                break
+            template = forms.told(rng, split)
     if rng.random() < 0.15:
         lead = _LEADS[int(rng.integers(len(_LEADS)))]
         template = lead + template[:1].lower() + template[1:]
