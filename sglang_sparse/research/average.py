@@ -40,7 +40,7 @@ def average(models: Sequence[ReferenceModel]) -> ReferenceModel:
     return mean
 
 
-def write(models: Sequence[ReferenceModel], tokenizer: Path, out: Path) -> None:
+def write_mean(models: Sequence[ReferenceModel], tokenizer: Path, out: Path) -> None:
     """Write the mean of ``models`` to the folder ``out``, with the tokenizer of another one."""
     export(average(models).cpu(), out, FileEncoder(tokenizer))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -123,7 +123,7 @@ def main() -> None:
         names = [str(args.models[index]) for index in chosen]
         print(json.dumps({"averaged": names, "wrong": least}), flush=True)
         models = [models[index] for index in chosen]
-    write(models, args.models[0], args.out)
+    write_mean(models, args.models[0], args.out)
 
 
 if __name__ == "__main__":

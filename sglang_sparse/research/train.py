@@ -25,7 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang_sparse.research import mix
-from sglang_sparse.research.average import write
+from sglang_sparse.research.average import write_mean
 from sglang_sparse.research.curriculum import (
     FINAL_LENGTHS,
     FINAL_WEIGHTS,
@@ -241,7 +241,7 @@ class Trainer:
         self.ranks.close()
         if self.args.mean and self.ranks.first and self.elapsed >= self.args.time_limit:
             last = sorted((self.out / "exports").iterdir())[-self.args.mean :]
-            write([load(folder) for folder in last], last[-1], self.out / "mean")
+            write_mean([load(folder) for folder in last], last[-1], self.out / "mean")
 
     def in_time(self) -> bool:
         """Whether there is time, and steps, left."""
