@@ -9,7 +9,6 @@ models that make the mean worse, which prompts of the training split tell.
 import argparse
 import itertools
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -38,13 +37,6 @@ def average(models: Sequence[ReferenceModel]) -> ReferenceModel:
         {name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]}
     )
     return mean
-
-
-def write_mean(models: Sequence[ReferenceModel], tokenizer: Path, out: Path) -> None:
-    """Write the mean of ``models`` to the folder ``out``, with the tokenizer of another one."""
-    export(average(models).cpu(), out, FileEncoder(tokenizer))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / name, out / name)
 
 
 @torch.inference_mode()
@@ -123,7 +115,7 @@ def main() -> None:
         names = [str(args.models[index]) for index in chosen]
         print(json.dumps({"averaged": names, "wrong": least}), flush=True)
         models = [models[index] for index in chosen]
-    write_mean(models, args.models[0], args.out)
+    export(average(models).cpu(), args.out, args.models[0])
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 """Writes and reads the reference model in the Hugging Face layout."""
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -13,13 +14,20 @@ from sglang_sparse.tasks.encoding import BOS, END, PAD, FileEncoder
 MAX_BYTES = 12 * 2**20
 
 
-def export(model: ReferenceModel, folder: Path, encoder: FileEncoder) -> Path:
-    """Write ``config.json``, ``generation_config.json`` and bf16 weights into ``folder``.
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the tokenizer that lies in ``source`` into ``folder``."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder / name)
+
+
+def export(model: ReferenceModel, folder: Path, tokenizer: Path) -> Path:
+    """Write config, generation config, bf16 weights and the tokenizer of a folder into ``folder``.
 
     Raises:
         ValueError: the weights exceed 12 MiB.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    encoder = FileEncoder(tokenizer)
     bos, eos, pad = (encoder.token_id(t) for t in (BOS, END, PAD))
     config = model.config.to_hf(bos, eos, pad)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -41,6 +49,7 @@ def export(model: ReferenceModel, folder: Path, encoder: FileEncoder) -> Path:
         )
     path = folder / "model.safetensors"
     save_file(weights, str(path), metadata={"format": "pt"})
+    copy_tokenizer(tokenizer, folder)
     return path
 
 

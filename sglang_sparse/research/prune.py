@@ -6,11 +6,12 @@ The model that is left is no worse a beginning for further training, and smaller
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from sglang_sparse.research.export import copy_tokenizer
 
 
 def prune(weights: dict[str, Tensor], layers: int, keep: int) -> dict[str, Tensor]:
@@ -49,8 +50,7 @@ def main() -> None:
     save_file(left, args.out / "model.safetensors", {"format": "pt"})
     config["intermediate_size"] = args.neurons
     (args.out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(args.model / name, args.out / name)
+    copy_tokenizer(args.model, args.out)
 
 
 if __name__ == "__main__":

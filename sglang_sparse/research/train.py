@@ -25,7 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sglang_sparse.research import mix
-from sglang_sparse.research.average import write_mean
+from sglang_sparse.research.average import average
 from sglang_sparse.research.curriculum import (
     FINAL_LENGTHS,
     FINAL_WEIGHTS,
@@ -135,9 +135,7 @@ class Trainer:
         torch.save(saved, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
         folder, draft = self.out / "export", self.out / "export.tmp"
-        export(self.model, draft, self.encoder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(self.args.tokenizer / name, draft / name)
+        export(self.model, draft, self.args.tokenizer)
         shutil.rmtree(folder, ignore_errors=True)
         draft.rename(folder)
         if self.args.keep_exports or self.args.mean:
@@ -241,7 +239,7 @@ class Trainer:
         self.ranks.close()
         if self.args.mean and self.ranks.first and self.elapsed >= self.args.time_limit:
             last = sorted((self.out / "exports").iterdir())[-self.args.mean :]
-            write_mean([load(folder) for folder in last], last[-1], self.out / "mean")
+            export(average([load(f) for f in last]), self.out / "mean", self.args.tokenizer)
 
     def in_time(self) -> bool:
         """Whether there is time, and steps, left."""

@@ -120,7 +120,7 @@ def test_no_two_reading_problems_of_a_row_name_the_same_person_or_town(
         return set(words) - {"The", "Most", *TITLES}
 
     rng, left_out, pairs = np.random.default_rng(7), 0, 0
-    for _ in range(160):
+    for _ in range(120):
         made.clear()
         questions = set(rows._problem(rng, 16384).questions)
         held = [named(p) for p in made if questions.issuperset(p.questions)]

@@ -265,10 +265,10 @@ def test_the_cost_is_that_of_products_and_causal_attention() -> None:
     assert sum(tokens for _, tokens, _ in stages) <= 920 * 1.3e6
 
 
-def test_models_over_the_size_limit_are_not_exported(tmp_path: Path, encoder: FileEncoder) -> None:
+def test_models_over_the_size_limit_are_not_exported(tmp_path: Path) -> None:
     big = ReferenceModel(ModelConfig(hidden_size=512, layers=6, intermediate_size=1024))
     with pytest.raises(ValueError, match=f"{MAX_BYTES} allowed"):
-        export(big, tmp_path, encoder)
+        export(big, tmp_path, MODEL)
 
 
 def test_facts_are_told_in_sentences_of_the_corpus_and_answered_as_before(rows: RowMaker) -> None:
