@@ -80,8 +80,8 @@ class Trainer:
         geometry = {
             k: v for k, v in vars(args).items() if k in ModelConfig.__dataclass_fields__ and v
         }
-        self.config = ModelConfig(vocab_size=self.encoder.vocab_size, **geometry)
-        model = load(args.warm_start) if args.warm_start else ReferenceModel(self.config, args.seed)
+        config = ModelConfig(vocab_size=self.encoder.vocab_size, **geometry)
+        model = load(args.warm_start) if args.warm_start else ReferenceModel(config, args.seed)
         self.model = model.to(self.device)
         self.gradients = flat_gradients(self.model)
         self.state = State(args.seed, stage=args.first_stage)
@@ -222,9 +222,8 @@ class Trainer:
 
     def run(self) -> None:
         """Train until the last stage's end or the time limit, whichever is first."""
-        self.log(
-            event="start", seed=self.args.seed, config=asdict(self.config), device=str(self.device)
-        )
+        config = asdict(self.model.config)
+        self.log(event="start", seed=self.args.seed, config=config, device=str(self.device))
         try:
             while self.state.stage < len(self.stages) and self.in_time():
                 stage = self.stages[self.state.stage]
@@ -351,7 +350,9 @@ def parser() -> argparse.ArgumentParser:
         "--decay-share", type=float, default=0.4, help="last share of the time; the rate falls"
     )
     p.add_argument("--resume", action="store_true", help="continue from what lies in OUT")
-    p.add_argument("--warm-start", type=Path, help="folder of an exported model to begin with")
+    p.add_argument(
+        "--warm-start", type=Path, help="folder of an exported model to begin with, of any shape"
+    )
     p.add_argument("--first-stage", type=int, default=0)
     p.add_argument("--workers", type=int, default=0, help="processes that make text batches")
     p.add_argument("--text-tokens", type=int, default=65536, help="tokens of a text step")
