@@ -52,7 +52,7 @@ _READING_SHARE = 0.85
 # Share of the reading tasks with words and sentences beyond those of the training split.
 _WIDE_SHARE = 0.9
 # Share of those whose facts are told in sentences of the corpus, and of their facts.
-_CLOZE_SHARE, _CLOZE_FACTS = 0.35, 0.8
+_CLOZE_SHARE, _CLOZE_FACTS = 0.2, 0.8
 # Parts of the corpus that words of the wide split are taken from, and the tokens of each.
 _STRETCHES, _STRETCH = 400, 8192
 # Share of the questions of the wide split that are made of sentences of the corpus, too.

@@ -278,7 +278,7 @@ _LEADS = more.LEADS + composed.LEADS
 _TAILS = more.TAILS + composed.TAILS
 # Share of training's statements that are drawn again until the value stands before the subject, at
 # most so often. What is asked for is then read before it is known to be, which models learn later.
-_VALUE_FIRST, _MOST_DRAWS = 0.5, 16
+_VALUE_FIRST, _MOST_DRAWS = 0.25, 16
 # Share of the questions without capitals, and in training, which knows names by those too well.
 _LOWER, _LOWER_WIDE = 0.1, 0.25
 # Around a whole question. The first is none.

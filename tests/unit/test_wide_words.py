@@ -36,7 +36,7 @@ def test_short_words_of_a_list_are_drawn() -> None:
 @pytest.mark.parametrize("kind", ["surname", "town", "place"])
 def test_many_draws_have_no_listed_word_and_many_have_words_that_begin_alike(kind: str) -> None:
     wide, rng = WideWords(), np.random.default_rng(3)
-    wide.read("So Ottilie said. " + " ".join(f"A {noun}, then." for noun in ("swamp", "doorway")))
+    wide.read("So Ottilie said. " + " ".join(f"A {noun}, then." for noun in ("tarn", "doorway")))
     listed = set(names("train")[1] if kind == "surname" else pool(kind, "train"))
     listed |= set(WORDS.get(kind, "").split())
     draws = [wide.draw(rng, kind, 6) for _ in range(300)]
@@ -70,7 +70,7 @@ def test_values_stand_first_in_more_statements_of_training(name: str) -> None:
 
     usual = share([forms.told(rng, "wide") for _ in range(2400)])
     found = share([statement(rng, "wide", forms) for _ in range(2400)])
-    right = 0.5 * usual + 0.5 * (1 - (1 - usual) ** 16)
+    right = 0.75 * usual + 0.25 * (1 - (1 - usual) ** 16)
     # Four deviations: of a share 0.0102 at most, of what follows from one 0.0125.
     assert found == pytest.approx(right, abs=0.065)
     assert found > usual
@@ -88,22 +88,22 @@ def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     # Words that CRC-32 holds out: Silke, pothole. A kiosk is a place, however often it is named.
     # A doorway is in sentences of training.
     wide.read(
-        "Then, as Ottilie said, Silke saw a swamp in the gully, a doorway, and a pothole. The "
+        "Then, as Ottilie said, Silke saw a tarn in the gully, a doorway, and a pothole. The "
         "quick fox. The court of a court is the court, and a kiosk is a kiosk in the kiosk."
     )
     read = {*wide.draw(rng, "surname", 90)}
     assert read & {"Ottilie", "Silke", "So"} == {"Ottilie"}
     nouns = {*wide.draw(rng, "thing", 300)}
     unread = {"doorway", "pothole", "quick", "court"}
-    assert nouns & {"swamp", "gully", *unread} == {"swamp", "gully"}
+    assert nouns & {"tarn", "gully", *unread} == {"tarn", "gully"}
     beside = {wide.beside(rng) for _ in range(300)}
-    assert "swamp" in beside
+    assert "tarn" in beside
     no_values = {wide.no_value(rng) for _ in range(30_000)}
     assert no_values >= {"court", "doorway"}
-    assert not no_values & {"swamp", "gully", "kiosk"}
+    assert not no_values & {"tarn", "gully", "kiosk"}
     assert "pothole" not in beside | no_values
     assert wide.names_no_value("The court of reason, and the doorway.")
-    assert not wide.names_no_value("The court and the swamp.")
+    assert not wide.names_no_value("The court and the tarn.")
     assert not wide.names_no_value("The court of Ottilie.")
 
 
