@@ -44,8 +44,8 @@ _NOUN = re.compile(r"\b((?i:the|an?|this|that|his|her|their|our|my)) ([a-z]{3,})
 class Forms:
     """Templates of one purpose, by split.
 
-    Those of ``wide`` come beside those of ``train``, and those of ``plain`` before both: sentences
-    that are told as they are.
+    Those of ``wide`` come beside those of ``train``, and those of ``plain`` before both: whole
+    sentences.
     """
 
     train: tuple[str, ...]
@@ -59,11 +59,13 @@ class Forms:
         return blurred(rng, template, 0.8) if split == "wide" else template
 
     def told(self, rng: np.random.Generator, split: Split) -> str:
-        """One template of a statement; in the wide split a plain one, or one lightly blurred."""
+        """One template of a statement; in the wide split mostly a plain one, lightly blurred."""
         if split == "wide" and self.plain and rng.random() < _PLAIN_SHARE:
             template = self.plain[int(rng.integers(len(self.plain)))]
-            return exchanged(rng, template) if rng.random() < _EXCHANGED else template
-        template = self.draw(rng, split)
+            if rng.random() < _EXCHANGED:
+                template = exchanged(rng, template)
+        else:
+            template = self.draw(rng, split)
         return blurred(rng, template, 0.1) if split == "wide" else template
 
     def draw(self, rng: np.random.Generator, split: Split) -> str:
