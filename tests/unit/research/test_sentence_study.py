@@ -78,9 +78,15 @@ def test_main_reads_the_sentences_that_are_named(
     asked: list[str] = []
     found = sentence_study.row
 
-    def noted(*args: object) -> Row:
-        asked.extend(args[-1])  # type: ignore[arg-type]
-        return found(*args)  # type: ignore[arg-type]
+    def noted(
+        encoder: FileEncoder,
+        builder: ContextBuilder,
+        rng: np.random.Generator,
+        name: str,
+        templates: Sequence[str],
+    ) -> Row:
+        asked.extend(templates)
+        return found(encoder, builder, rng, name, templates)
 
     monkeypatch.setattr(sentence_study, "row", noted)
     monkeypatch.setattr(sentence_study, "load", lambda _: Told())

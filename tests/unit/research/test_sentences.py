@@ -24,6 +24,8 @@ def test_each_relation_has_templates_with_its_holes_once(part: str, fewest: int)
         for line in lines:
             assert sorted(re.findall(r"\{(\w)\}", line)) == holes
             assert line.isascii()
+            if part == "heldout":
+                assert line[-1] in ".!"
             assert line.rstrip("\"')")[-1] in ".!?"
             assert "{v} of " not in line
 
