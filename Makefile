@@ -17,10 +17,10 @@ PACKAGES := install --quiet --editable '.[dev]' 'sglang==$(SGLANG)'
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-versions test-unit test-e2e test-alone lint format bench loadtest gpu-check reference-model docs schema clean
+.PHONY: help install serve test test-versions test-unit test-e2e test-alone lint format bench loadtest gpu-check docs schema clean
 
 help:
-	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | reference-model | docs | schema | clean"
+	@echo "make serve | test | lint | format | bench | loadtest | gpu-check | docs | schema | clean"
 
 install: $(STAMP)
 
@@ -81,16 +81,6 @@ loadtest: $(STAMP)
 
 gpu-check: $(STAMP)
 	$(PY) tests/gpu $(ARGS)
-
-# The reference model anew, into build/reference/2/mean: 25 minutes of one GPU, from the model before
-# it. Run again, it goes on. make reference-model CORPUS=tokens.xz
-TRAIN = $(PY) -m sglang_sparse.research.train --resume --corpus $(CORPUS) --tokenizer configs/reference/model \
-  --first-stage 13 --text-rows 0.15 --text-weight 0.35 --decay-share 0.95 --compile --cudnn --workers 14 \
-  --save-every 50 --mean 4
-reference-model: $(STAMP)
-	mkdir -p build/reference && git archive 021cc87 configs/reference/model | tar -x -C build/reference
-	$(TRAIN) --warm-start build/reference/configs/reference/model --lr 8e-4 --seed 95 --time-limit 800 --out build/reference/1 $(ARGS)
-	$(TRAIN) --warm-start build/reference/1/mean --lr 6e-4 --seed 96 --time-limit 669 --out build/reference/2 $(ARGS)
 
 # The site, in build/docs; a broken link ends it.
 docs: $(STAMP)

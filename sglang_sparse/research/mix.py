@@ -93,7 +93,7 @@ _REWORDED = 0.3
 # An answer weighs more where a row asks less often than once in so many tokens.
 _ASKED_EVERY, _MOST_WEIGHT = 256, 16
 # People and towns; words before a name, or at the start of an answer, are none.
-_NAME = re.compile(r"\b(?!(?:After|The|Most|Mrs?|Ms|Dr|Miss|Aunt|Uncle|Captain)\b)[A-Z][a-z]+")
+_NAME = re.compile(r"\b(?!(?:The|Most|Mrs?|Ms|Dr|Miss|Aunt|Uncle|Captain)\b)[A-Z][a-z]+")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

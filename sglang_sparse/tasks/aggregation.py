@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregation tasks: the answer needs many places of the context, not one."""
 
-from itertools import pairwise
-
 import numpy as np
 
 from sglang_sparse.tasks import composed_forms as composed
@@ -22,8 +20,6 @@ _MOST_PLACES, _MOST_PLACES_WIDE = 5, 7
 _MOST_PEOPLE_WIDE = 5
 # Share of the problems of the wide split whose people go to places of one short list.
 _MEETING = 0.6
-# Share of the questions of the wide split that ask for the places behind a certain one.
-_BEHIND = 0.4
 _MOST_VOTES = 256
 _VOTE_TOKENS = 48
 # The first of three towns has the rest, twice as much as the second.
@@ -53,7 +49,6 @@ VISIT_QUESTIONS = Forms(
     ),
     more.VISIT_QUESTIONS + composed.VISIT_QUESTIONS,
 )
-BEHIND_QUESTIONS = Forms((), wide=more.BEHIND_QUESTIONS)
 VOTES = Forms(
     (
         "For {s}, {p} votes for {v}.",
@@ -108,8 +103,7 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
     """All buildings that a person was in, two to five of them, in the order of the text.
 
     Two others, whose names look alike, were in as many. Of the wide split there are up to seven,
-    and up to four others, who were in more or fewer; and some questions ask for the places behind a
-    certain one, which counting from the first does not find.
+    and up to four others, who were in more or fewer.
     """
     counts = _counts(rng, split, length)
     persons = entities(rng, split, "person", len(counts))
@@ -123,29 +117,14 @@ def collect(rng: Rng, split: Split, length: int) -> Problem:
             parts = (person, noun("place", place))
             text = say(statement(rng, split, VISITS), *parts)
             needles.append(Needle(text, float(depth), parts=parts))
-        behind = split == "wide" and rng.random() < _BEHIND
-        asked = int(rng.integers(count)) if behind else None
-        questions.append(_visited(rng, split, person, places, asked))
-    return Problem(tuple(needles), tuple(questions), ordered=True)
-
-
-def _visited(
-    rng: Rng, split: Split, person: str, places: list[str], behind: int | None
-) -> Question:
-    """The question for all places of a person, or for those behind the one of this index.
-
-    The answer names each place by the one before it, so that one is looked up at a time.
-    """
-    the = [noun("place", place) for place in places]
-    hops = [f"After {a}, {person} was in {b}." for a, b in pairwise(the)]
-    hops.append(f"After {the[-1]}, {person} was nowhere else.")
-    if behind is None:
+        # Numbered, each place behind its person: one is looked up at a time.
+        told = (f"{person} was in {noun('place', place)}." for place in places)
+        answer = " ".join(f"{number}. {fact}" for number, fact in enumerate(told, 1))
         prompt = wrapped(rng, split, say(VISIT_QUESTIONS.asked(rng, split), person))
-        answer = " ".join((f"{person} was in {the[0]}.", *hops))
-        return Question("collect", prompt, answer, tuple(places), "place", parts=(person,))
-    asked = say(BEHIND_QUESTIONS.asked(rng, split), person, the[behind])
-    rest, answer = tuple(places[behind + 1 :]), " ".join(hops[behind:])
-    return Question("collect", wrapped(rng, split, asked), answer, rest, "place")
+        questions.append(
+            Question("collect", prompt, answer, tuple(places), "place", parts=(person,))
+        )
+    return Problem(tuple(needles), tuple(questions), ordered=True)
 
 
 def tally(rng: Rng, split: Split, length: int) -> Problem:

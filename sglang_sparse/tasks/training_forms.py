@@ -318,18 +318,6 @@ VISIT_QUESTIONS = (
     "Where was {s} that day?",
     "What are the places that {s} went to?",
 )
-BEHIND_QUESTIONS = (
-    "Where was {s} after {v}?",
-    "Where did {s} go after {v}?",
-    "After {v}, where was {s}?",
-    "Where did {s} go from {v}?",
-    "{s} was in {v}. And then?",
-    "Which places did {s} visit after {v}?",
-    "What came after {v} on the way of {s}?",
-    "List where {s} was from {v} on.",
-    "Having seen {v}, where did {s} go?",
-    "When {v} was behind {s}, which buildings were next?",
-)
 VOTES = (
     "{p} votes that {s} should go to {v}.",
     "On the ballot of {p}, {s} goes to {v}.",

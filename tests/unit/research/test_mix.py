@@ -117,7 +117,7 @@ def test_no_two_reading_problems_of_a_row_name_the_same_person_or_town(
 ) -> None:
     def named(problem: Problem) -> set[str]:
         words = re.findall(r"[A-Z]\w+", " ".join(q.answer for q in problem.questions))
-        return set(words) - {"After", "The", "Most", *TITLES}
+        return set(words) - {"The", "Most", *TITLES}
 
     rng, left_out, pairs = np.random.default_rng(7), 0, 0
     for _ in range(120):
@@ -138,7 +138,7 @@ def test_no_two_reading_problems_of_a_row_name_the_same_person_or_town(
         ("Most votes for the kite went to Mostar.", ["Mostar"]),
         ("The kite is in the mill.", []),
         ("The mayor of Thebes is Theo Drake.", ["Thebes", "Theo", "Drake"]),
-        ("After the zoo, Mona Mrozek was nowhere else.", ["Mona", "Mrozek"]),
+        ("1. Mona Mrozek was in the zoo. 2. Mona Mrozek was in the mill.", ["Mona", "Mrozek"] * 2),
         ("Missy Auntley lives in Captainville.", ["Missy", "Auntley", "Captainville"]),
         *((f"{title} Holt owns the kite.", ["Holt"]) for title in ("Mr.", "Dr.", "Aunt")),
         *((f"{title} Holt was in the zoo.", ["Holt"]) for title in ("Mrs.", "Ms.", "Miss")),
@@ -154,6 +154,6 @@ def test_only_people_towns_and_rivers_are_names(task: str) -> None:
     for seed in range(20):
         for question in TASKS[task](np.random.default_rng(seed), "train", 1024).questions:
             capitals = re.findall(r"[A-Z]\w*", question.answer)
-            assert [w for w in capitals if w not in ("After", "The", "Most")] == _NAME.findall(
+            assert [w for w in capitals if w not in ("The", "Most")] == _NAME.findall(
                 question.answer
             )
