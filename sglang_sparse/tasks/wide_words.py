@@ -4,8 +4,9 @@
 A model that is trained on some hundred names reads those and no others: it tells a value from the
 words around it, or a subject from those that look alike, by having seen it. So a word comes from
 the training split, from a list of WordNet's nouns, from random syllables, or from a text; many
-begin as another does. The most frequent nouns of a text, and those of training's own sentences,
-are no values, but stand beside those.
+begin as another does. Nouns that a few of training's own sentences have are values as often, so
+that an ordinary noun is not told from a value by its look; those that many have, and the most
+frequent of a text, are none, but stand beside values.
 """
 
 import re
@@ -42,6 +43,8 @@ _NOUN = re.compile(
 
 # Nouns beside a value: so many of a text's most frequent ones, and those of training's sentences.
 _BESIDE = 1000
+# In so many of training's sentences a noun says what they speak of ("a pet"), and is no value.
+_OFTEN = 5
 
 Rng = np.random.Generator
 
@@ -69,7 +72,7 @@ class WideWords:
         self._no_values = frozenset(self._beside)
 
     def beside(self, rng: Rng) -> str:
-        """A noun that no problem has as a value, or, half of the time, one that others have.
+        """A noun as :meth:`no_value` draws, or, half of the time, one as others have as values.
 
         So a value is told from it by the sentence, not by the word.
         """
@@ -78,7 +81,7 @@ class WideWords:
         return self.no_value(rng)
 
     def no_value(self, rng: Rng) -> str:
-        """A noun that no problem has as a value."""
+        """A noun of training's sentences, or a frequent one: seldom a value, or never."""
         return self._beside[int(rng.integers(len(self._beside)))]
 
     def names_no_value(self, text: str) -> bool:
@@ -95,7 +98,8 @@ class WideWords:
                 ``surname``.
         """
         lists = () if rng.random() < _UNLISTED else _listed(kind)
-        listed = [own for own in (*lists, self._read[kind in NAMES]) if own]
+        ordinary = () if kind in NAMES else _ordinary()
+        listed = [own for own in (*lists, ordinary, self._read[kind in NAMES]) if own]
         alike = rng.random() < _ALIKE
         words: dict[str, None] = {}
         while len(words) < count:
@@ -137,10 +141,23 @@ def _values() -> frozenset[str]:
 
 
 @cache
-def _told() -> tuple[str, ...]:
-    """Nouns of the sentences that training alone sees, which are no problem's values."""
+def _counted() -> Counter[str]:
+    """Nouns of the sentences that training alone sees, by how many have one; no list has them."""
     lines = (line for told in sentences.training().values() for line in told)
-    return tuple(sorted(set(_NOUN.findall("\n".join(lines))) - _values()))
+    counts = Counter(noun for line in lines for noun in set(_NOUN.findall(line)))
+    return Counter({noun: count for noun, count in counts.items() if noun not in _values()})
+
+
+@cache
+def _told() -> tuple[str, ...]:
+    return tuple(sorted(_counted()))
+
+
+@cache
+def _ordinary() -> tuple[str, ...]:
+    """Those that few sentences have."""
+    few = (noun for noun, count in _counted().items() if count < _OFTEN)
+    return tuple(sorted(noun for noun in few if not held_out(noun)))
 
 
 @cache

@@ -107,6 +107,15 @@ def test_names_and_nouns_of_a_text_are_drawn_but_for_those_held_out() -> None:
     assert not wide.names_no_value("The court of Ottilie.")
 
 
+def test_nouns_of_a_few_sentences_are_values_and_those_of_many_are_none() -> None:
+    wide, rng = WideWords(), np.random.default_rng(6)
+    drawn = [word for _ in range(400) for word in wide.draw(rng, "animal", 6)]
+    told = [word for word in drawn if wide.names_no_value(f"See the {word}.")]
+    assert 0.15 < len(told) / len(drawn) < 0.35
+    assert len({*told}) > 300
+    assert not {"pet", "owner", "animal", "river", "ownership"} & {*drawn}
+
+
 def test_exchanged_sentences_get_other_nouns_that_are_no_values() -> None:
     template = "The clerk in {v} gave a form, then an old map, to {s} and her friend at the door."
     drawn = {exchanged(np.random.default_rng(seed), template) for seed in range(2000)}
