@@ -77,7 +77,7 @@ class Forms:
 
 
 def exchanged(rng: np.random.Generator, template: str) -> str:
-    """``template`` with most words behind an article replaced by nouns that are never a value.
+    """``template`` with most words behind an article replaced by nouns that are seldom values.
 
     So a value is not told from the nouns around it by having seen these in the same sentence.
     """

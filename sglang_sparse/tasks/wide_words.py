@@ -4,7 +4,7 @@
 A model that is trained on some hundred names reads those and no others: it tells a value from the
 words around it, or a subject from those that look alike, by having seen it. So a word comes from
 the training split, from a list of WordNet's nouns, from random syllables, or from a text; many
-begin as another does. Nouns that a few of training's own sentences have are values as often, so
+begin as another does. Nouns that a few of training's own sentences have are values, too, so
 that an ordinary noun is not told from a value by its look; those that many have, and the most
 frequent of a text, are none, but stand beside values.
 """
