@@ -54,7 +54,7 @@ class WideWords:
 
     def __init__(self) -> None:
         self._read: dict[bool, tuple[str, ...]] = {True: (), False: ()}
-        self._beside = _told()
+        self._beside = tuple(_told())
         self._no_values = frozenset(self._beside)
 
     def read(self, text: str) -> None:
@@ -85,7 +85,7 @@ class WideWords:
         return self._beside[int(rng.integers(len(self._beside)))]
 
     def names_no_value(self, text: str) -> bool:
-        """Whether no name and no noun of ``text`` could be taken for a value."""
+        """Whether ``text`` has no name, and of nouns only such as :meth:`no_value`'s."""
         if _NAME.search(text):
             return False
         return all(noun in self._no_values for noun in _NOUN.findall(text))
@@ -141,23 +141,17 @@ def _values() -> frozenset[str]:
 
 
 @cache
-def _counted() -> Counter[str]:
+def _told() -> dict[str, int]:
     """Nouns of the sentences that training alone sees, by how many have one; no list has them."""
     lines = (line for told in sentences.training().values() for line in told)
     counts = Counter(noun for line in lines for noun in set(_NOUN.findall(line)))
-    return Counter({noun: count for noun, count in counts.items() if noun not in _values()})
-
-
-@cache
-def _told() -> tuple[str, ...]:
-    return tuple(sorted(_counted()))
+    return {noun: counts[noun] for noun in sorted(set(counts) - _values())}
 
 
 @cache
 def _ordinary() -> tuple[str, ...]:
     """Those that few sentences have."""
-    few = (noun for noun, count in _counted().items() if count < _OFTEN)
-    return tuple(sorted(noun for noun in few if not held_out(noun)))
+    return tuple(n for n, count in _told().items() if count < _OFTEN and not held_out(n))
 
 
 @cache
